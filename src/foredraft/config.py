@@ -1,0 +1,81 @@
+"""Options of an engine, frozen and strict: an unknown key or a bad value raises before any loading."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foredraft.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of an engine.
+
+    Attributes:
+        model: ``default`` (the embedded model), a Hugging Face folder or hub name, or a ``.gguf``.
+        dtype: ``auto`` takes bfloat16 where the machine computes in it, else float32.
+        device: ``auto`` takes CUDA where there is one, else the CPU; or ``cpu``, ``cuda``, ``cuda:1``.
+        max_num_requests: Most requests that run at once; the rest wait.
+        max_model_len: Most tokens of prompt and output together; ``None`` takes the model's own.
+        max_num_batched_tokens: Most prompt tokens computed in one step.
+        kv_cache_gb: Most memory for keys and values; ``None`` takes a share of what is free.
+        drafter_options: Options by method name, e.g. ``{"ngram": {"max_ngram_len": 3}}``.
+    """
+
+    model: str = "default"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_num_requests: int = 16
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    kv_cache_gb: float | None = None
+    drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(
+                f"model is {self.model!r}; allowed is 'default', a folder, a hub name or a .gguf file."
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; allowed is one of {', '.join(DTYPES)}.")
+        if not isinstance(self.device, str) or not self.device:
+            raise ConfigError(f"device is {self.device!r}; allowed is 'auto', 'cpu' or 'cuda[:index]'.")
+        for name in ("max_num_requests", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is None and name == "max_model_len":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; allowed is an integer of 1 or more.")
+        gigabytes = self.kv_cache_gb
+        if gigabytes is not None and (
+            isinstance(gigabytes, bool)
+            or not isinstance(gigabytes, (int, float))
+            or not math.isfinite(gigabytes)
+            or gigabytes <= 0
+        ):
+            raise ConfigError(
+                f"kv_cache_gb is {gigabytes!r}; allowed is a number above 0, or None for a share of "
+                "the free memory."
+            )
+        if not isinstance(self.drafter_options, Mapping):
+            raise ConfigError(
+                f"drafter_options is {self.drafter_options!r}; allowed is a mapping of method to options."
+            )
+
+
+def make_config(cls: type[Any], options: Mapping[str, Any], owner: str) -> Any:
+    """Build the config dataclass ``cls`` from ``options``; an unknown key raises ``ConfigError``."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"{owner} has no option {', '.join(map(repr, unknown))}; allowed are {', '.join(known)}."
+        )
+    return cls(**options)

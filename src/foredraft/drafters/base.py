@@ -1,0 +1,116 @@
+"""The drafter contract: propose before the target pass, observe after the commit, then forget.
+
+A drafter guesses; the target decides. Under the default rule (``walk``) every emitted token is the
+target's own pick, and a pick never looks at the draft: whatever a drafter proposes, however it came
+by it, and however wrong it is, the text stays the same, token for token. A drafter can only change
+how many target passes the text takes. Two things are still asked of every drafter, because they
+protect the run and not the text: it keeps to its budget, and it proposes ids of the vocabulary.
+
+Under a classical rule (``rejection``, ``block``, ``traversal``) the text keeps its law only if each
+drafted token comes with the very distribution it was drawn from, or is declared a point mass: a
+choice that depends on nothing but committed tokens. See ``DraftBatch.draft_probs`` and
+``DraftBatch.dist_ids``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from foredraft.types import Budgets, DraftBatch, StepPlan, TargetOutput, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter must be given; the engine reads this and never a drafter's name.
+
+    Attributes:
+        hidden_layers: The target's layers whose hidden states ``observe`` reads from
+            ``TargetOutput.hidden_states``; empty for a drafter that reads none.
+        draft_probs: Whether its drafts are drawn at random, so that a classical rule needs the
+            distributions in ``DraftBatch.draft_probs``. False means every token is a point mass.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    draft_probs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter is told about the target, once.
+
+    Attributes:
+        vocab_size: Size of the target's vocabulary; every drafted id is below it.
+        max_model_len: Most tokens (prompt and output) a request can ever hold.
+    """
+
+    vocab_size: int
+    max_model_len: int
+
+
+class Drafter(ABC):
+    """Proposes tokens for the target to verify. Exact under the default rule, whatever it proposes.
+
+    State is kept by request id. It is made at the first ``propose`` (or ``observe``) that needs it,
+    from ``Segment.token_ids``, so a request may be met in mid-life; it only ever follows committed
+    tokens, so there is nothing to roll back when a draft is rejected; and ``forget`` drops it.
+
+    Attributes:
+        Config: The method's own config, a frozen dataclass that checks itself; the engine builds it
+            from the options given for the method.
+        needs: What the engine must supply; a class attribute, or set by ``__init__`` where it
+            depends on the config.
+    """
+
+    Config: ClassVar[type[Any]]
+    needs: Needs = Needs()
+
+    @abstractmethod
+    def __init__(self, config: Any, context: DrafterContext) -> None:
+        """Make a drafter that knows no request yet.
+
+        Args:
+            config: An instance of ``Config``.
+            context: Facts about the target.
+        """
+
+    @abstractmethod
+    def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
+        """Propose one token tree for each segment of the step.
+
+        Args:
+            plan: Who runs. The last of a segment's ``token_ids`` is the root; drafts come after it.
+            budgets: Most nodes for each segment, already cut to the room left in the context and
+                to what the request asked for. It is 0 where plain decoding was chosen and for every
+                segment that is not a decode step.
+
+        Returns:
+            A batch with ``len(plan.segments) + 1`` offsets. A segment never has more nodes than its
+            budget, and none where the budget is 0; fewer, or none, is always allowed. Parents come
+            before their children, no two siblings hold the same token, and every id is in
+            ``[0, vocab_size)``. Where ``segment.request.speculation.allows_trees`` is false, the
+            tree is a chain.
+        """
+
+    def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:
+        """Look at what a step brought; called after the commit of every step, prompt chunks too.
+
+        The default does nothing, for drafters that read committed tokens alone.
+
+        Args:
+            plan: The plan of the step; its ``token_ids`` are those from before the commit.
+            target: What the target pass gave, for every row of the step.
+            verdict: What was accepted and emitted, before any stop rule.
+        """
+        return None
+
+    def forget(self, request_id: str) -> None:
+        """Drop everything kept for a request that has ended; an unknown id is no error.
+
+        The default does nothing, for drafters without state.
+
+        Args:
+            request_id: The request that ended, for whatever reason.
+        """
+        return None

@@ -1,0 +1,88 @@
+"""The one place where a step becomes part of a request: tokens, KV, counters and stop rules together.
+
+A stop rule may end a request in the middle of an accepted span. Then everything behind the stop is
+dropped here, at once, from all of them: nothing else ever trims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from foredraft.engine.request_state import RequestState
+from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.types import Delta, DraftBatch, Int64Array, StepPlan, Verdict
+
+_NON_FINITE = (
+    "the target gave logits that are not finite, so no token can be picked; check the model's weights, "
+    "or load it in float32"
+)
+
+
+def commit(
+    plan: StepPlan,
+    drafts: DraftBatch,
+    verdict: Verdict,
+    states: Mapping[str, RequestState],
+    cache: ContiguousKVCache,
+) -> list[Delta]:
+    """Apply a verdict to the requests of a step.
+
+    Args:
+        plan: The step.
+        drafts: What was proposed.
+        verdict: What verification decided.
+        states: The running requests by id.
+        cache: Where their KV lies.
+
+    Returns:
+        For each segment that emitted or ended, in plan order, what it did.
+    """
+    deltas = []
+    num_drafted = drafts.num_nodes
+    for index, segment in enumerate(plan.segments):
+        state = states[segment.request.request_id]
+        state.num_cached = segment.start + segment.num_rows
+        if not segment.wants_pick:
+            continue
+        if not verdict.is_finite[index]:
+            deltas.append(
+                Delta(segment.request.request_id, (), 0, finish_reason="error", error=_NON_FINITE)
+            )
+            continue
+        token_ids = verdict.token_ids[verdict.token_offsets[index] : verdict.token_offsets[index + 1]]
+        path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
+        num_kept, reason = _stop(state, token_ids)
+        token_ids, path = token_ids[:num_kept], path[:num_kept]
+        _keep_path(cache, segment.slot, segment.root_position, path)
+        state.num_cached += len(path)
+        state.append(token_ids)
+        if segment.is_decode:
+            state.stats.record_verify(int(num_drafted[index]), len(path), len(token_ids))
+        else:
+            state.stats.record_prefill(len(token_ids))
+        ids = tuple(token_ids.tolist())
+        stop_token_id = ids[-1] if reason == "stop" else None
+        deltas.append(Delta(segment.request.request_id, ids, len(path), reason, stop_token_id))
+    return deltas
+
+
+def _stop(state: RequestState, token_ids: Int64Array) -> tuple[int, str | None]:
+    """How many of the emitted tokens are kept, and why the request ends, if it does."""
+    room = state.request.max_tokens - len(state.output_ids)
+    for index, token_id in enumerate(token_ids[:room].tolist()):
+        if token_id in state.request.stop_ids:
+            return index + 1, "stop"
+    if len(token_ids) >= room:
+        return room, "length"
+    return len(token_ids), None
+
+
+def _keep_path(cache: ContiguousKVCache, slot: int, root_position: int, path: Int64Array) -> None:
+    """Bring the rows of an accepted path into place behind the root."""
+    places = np.arange(1, len(path) + 1)
+    is_moved = path != places
+    if is_moved.any():
+        first = int(np.argmax(is_moved))
+        cache.move_rows(slot, root_position + path[first:], root_position + 1 + first)

@@ -1,0 +1,187 @@
+"""Drafters by method: made on first use, asked each for its own requests, their drafts checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foredraft.config import make_config
+from foredraft.drafters.base import DrafterContext
+from foredraft.errors import InvalidRequestError
+from foredraft.registry import PLAIN, drafter_class
+from foredraft.tree import tree
+from foredraft.types import Budgets, DraftBatch, Int64Array, Request, StepPlan, TargetOutput, Verdict
+
+if TYPE_CHECKING:
+    from foredraft.drafters.base import Drafter
+    from foredraft.model.loader import Target
+
+_LOG = logging.getLogger("foredraft")
+
+
+class Drafting:
+    """All drafters of an engine behind one ``propose`` and one ``observe``.
+
+    Args:
+        options: Options by method name.
+        target: The target, for what a drafter must know of it.
+        drafters: Drafters that exist already, by method name.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Mapping[str, Any]],
+        target: Target,
+        drafters: Mapping[str, Drafter],
+    ) -> None:
+        """Check the options of every method that has some; other drafters are made on first use."""
+        self._options = options
+        self._context = DrafterContext(
+            vocab_size=target.vocab_size, max_model_len=target.max_model_len
+        )
+        self._drafters: dict[str, Drafter] = dict(drafters)
+        self._is_warned: set[str] = set()
+        for method in options:
+            self._drafter(method)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Every hidden layer that some drafter needs."""
+        layers = {layer for d in self._drafters.values() for layer in d.needs.hidden_layers}
+        return tuple(sorted(layers))
+
+    def prepare(self, request: Request) -> None:
+        """Make sure that the request's method can draft.
+
+        Raises:
+            InvalidRequestError: There is no such method.
+        """
+        if request.speculation.method != PLAIN:
+            self._drafter(request.speculation.method)
+
+    def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
+        """Ask each method for the drafts of its own requests; nobody else's budget is shown to it."""
+        num_segments = len(plan.segments)
+        methods = np.array([s.request.speculation.method for s in plan.segments])
+        wanted = sorted(set(methods[budgets.max_nodes > 0].tolist()))
+        if not wanted:
+            return DraftBatch.empty(num_segments)
+        batches = []
+        for method in wanted:
+            own = Budgets(np.where(methods == method, budgets.max_nodes, 0))
+            batch = self._drafters[method].propose(plan, own)
+            batches.append(self._checked(method, batch, own, plan))
+        return batches[0] if len(batches) == 1 else _merge(batches, num_segments)
+
+    def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:
+        """Show every drafter what came of the step."""
+        for drafter in self._drafters.values():
+            drafter.observe(plan, target, verdict)
+
+    def forget(self, request: Request) -> None:
+        """Let the request's drafter drop what it keeps of it."""
+        if request.speculation.method != PLAIN:
+            self._drafters[request.speculation.method].forget(request.request_id)
+
+    def _drafter(self, method: str) -> Drafter:
+        if method not in self._drafters:
+            cls = drafter_class(method)
+            config = make_config(cls.Config, self._options.get(method, {}), f"method {method!r}")
+            self._drafters[method] = cls(config, self._context)
+        return self._drafters[method]
+
+    def _checked(
+        self, method: str, batch: DraftBatch, budgets: Budgets, plan: StepPlan
+    ) -> DraftBatch:
+        """Return the batch without the drafts that break the contract; say so once a method.
+
+        A draft can never change a text under the default rule, and a broken one is dropped whole:
+        under a classical rule nothing drawn may be dropped, so there it raises.
+        """
+        problems = _problems(batch, budgets, plan, self._context.vocab_size)
+        if not problems:
+            return batch
+        segment, problem = next(iter(problems.items()))
+        message = f"method {method!r} proposed a draft that {problem}"
+        for index in problems:
+            if plan.segments[index].request.speculation.verification != "walk":
+                raise ValueError(f"{message} under a classical rule; mend the drafter")
+        if segment < 0:
+            raise ValueError(f"{message}; mend the drafter")
+        if method not in self._is_warned:
+            _LOG.warning("%s; such drafts are dropped, the text is not affected", message)
+            self._is_warned.add(method)
+        keep = [i not in problems for i in range(len(plan.segments))]
+        return _select(batch, np.array(keep))
+
+
+def _problems(
+    batch: DraftBatch, budgets: Budgets, plan: StepPlan, vocab_size: int
+) -> dict[int, str]:
+    """What breaks the contract, by segment; -1 stands for the batch as a whole."""
+    if len(batch.offsets) != len(plan.segments) + 1 or batch.offsets[-1] != len(batch.token_ids):
+        return {-1: "does not have one tree a segment"}
+    problems: dict[int, str] = {}
+    num_nodes = batch.num_nodes
+    for index in np.nonzero(num_nodes > budgets.max_nodes)[0]:
+        problems[int(index)] = f"has {num_nodes[index]} nodes on a budget of {budgets.max_nodes[index]}"
+    is_outside = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)
+    for node in np.nonzero(is_outside)[0]:
+        index = int(np.searchsorted(batch.offsets, node, side="right")) - 1
+        problems[index] = f"holds token id {batch.token_ids[node]}, outside the vocabulary"
+    for index in np.nonzero(num_nodes)[0]:
+        parents = batch.parents[batch.offsets[index] : batch.offsets[index + 1]]
+        try:
+            tree.check(parents)
+        except ValueError as error:
+            problems[int(index)] = f"is no tree ({error})"
+            continue
+        if not plan.segments[index].request.speculation.allows_trees and not tree.is_chain(parents):
+            problems[int(index)] = "branches under a rule that knows chains only"
+    return problems
+
+
+def _select(batch: DraftBatch, keep: np.ndarray) -> DraftBatch:
+    """Keep the drafts of some segments."""
+    is_kept = np.repeat(keep, batch.num_nodes)
+    offsets = np.concatenate([[0], np.cumsum(np.where(keep, batch.num_nodes, 0))])
+    return DraftBatch(
+        batch.token_ids[is_kept],
+        batch.parents[is_kept],
+        offsets.astype(np.int64),
+        batch.draft_probs,
+        None if batch.dist_ids is None else batch.dist_ids[is_kept],
+    )
+
+
+def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
+    """Join the drafts of several methods; no segment has drafts of two."""
+    import torch
+
+    tables = [b.draft_probs for b in batches if b.draft_probs is not None]
+    token_ids: list[Int64Array] = []
+    parents: list[Int64Array] = []
+    dist_ids: list[Int64Array] = []
+    offsets = [0]
+    for segment in range(num_segments):
+        first_dist = 0
+        for batch in batches:
+            nodes = slice(batch.offsets[segment], batch.offsets[segment + 1])
+            token_ids.append(batch.token_ids[nodes])
+            parents.append(batch.parents[nodes])
+            own = batch.dist_ids[nodes] if batch.dist_ids is not None else None
+            chosen = np.full(len(token_ids[-1]), -1, dtype=np.int64)
+            dist_ids.append(chosen if own is None else np.where(own < 0, -1, own + first_dist))
+            if batch.draft_probs is not None:
+                first_dist += len(batch.draft_probs)
+        offsets.append(offsets[-1] + sum(len(t) for t in token_ids[-len(batches) :]))
+    return DraftBatch(
+        np.concatenate(token_ids),
+        np.concatenate(parents),
+        np.array(offsets, dtype=np.int64),
+        torch.cat(tables) if tables else None,
+        np.concatenate(dist_ids) if tables else None,
+    )

@@ -1,0 +1,263 @@
+"""The loop: schedule, budget, propose, one target pass, verify, commit, observe."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import torch
+
+from foredraft.config import EngineConfig
+from foredraft.control.controller import FixedController
+from foredraft.engine.commit import commit
+from foredraft.engine.drafting import Drafting
+from foredraft.engine.request_state import RequestState
+from foredraft.engine.scheduler import Scheduler
+from foredraft.errors import InvalidRequestError
+from foredraft.model.kv_cache import ContiguousKVCache, row_bytes
+from foredraft.model.loader import Target, load_target
+from foredraft.model.runner import Runner
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.types import Delta, Request, StepStats
+from foredraft.verify.step import verify
+
+if TYPE_CHECKING:
+    from foredraft.drafters.base import Drafter
+
+_LOG = logging.getLogger("foredraft")
+
+_CPU_SHARE_OF_FREE_MEMORY = 0.3
+_GPU_SHARE_OF_FREE_MEMORY = 0.8
+
+
+class Engine:
+    """Runs many requests at once; each step is one target pass over all of them.
+
+    Args:
+        config: Options; ``None`` takes the defaults.
+        target: A loaded target; ``None`` loads what ``config`` names.
+        drafters: Drafters of your own by method name, besides those of the registry.
+        notify: Told, in a sentence, what takes long while the model loads.
+
+    Raises:
+        ModelLoadError: The model cannot be loaded.
+        ConfigError: An option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        target: Target | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
+        notify: Callable[[str], None] = _LOG.info,
+    ) -> None:
+        """Load the target and reserve the cache."""
+        self.config = config or EngineConfig()
+        self.target = target or load_target(self.config, notify)
+        max_kv_bytes = _kv_bound(self.config, self.target)
+        self.cache = _make_cache(self.config, self.target, max_kv_bytes)
+        self.scheduler = Scheduler(
+            self.cache,
+            self.cache.num_slots,
+            self.config.max_num_batched_tokens,
+            max_kv_bytes,
+        )
+        self.controller = FixedController()
+        self.runner = Runner(self.target, self.cache)
+        self.drafting = Drafting(self.config.drafter_options, self.target, drafters or {})
+        self.last_step: StepStats | None = None
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return self.scheduler.has_work
+
+    def add(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request and return its id.
+
+        Args:
+            prompt_ids: Token ids, at least one.
+            sampling: How tokens are picked; ``None`` takes the defaults.
+            speculation: How it speculates; ``None`` takes the defaults.
+            request_id: A name of its own; ``None`` makes one.
+
+        Raises:
+            InvalidRequestError: The request cannot be honoured. Nothing is queued, nobody is disturbed.
+        """
+        sampling = sampling or SamplingParams()
+        speculation = speculation or SpeculationParams()
+        name = request_id or f"request-{self._num_requests}"
+        if name in self.scheduler:
+            raise InvalidRequestError(f"request_id {name!r} is in use; choose another.")
+        request = self._request(name, _check_prompt(prompt_ids, self.target), sampling, speculation)
+        self.drafting.prepare(request)
+        self.runner.hidden_layers = self.drafting.hidden_layers
+        self.scheduler.add(RequestState(request))
+        self._num_requests += 1
+        return name
+
+    def step(self) -> list[Delta]:
+        """Run one step; return what each request that emitted or ended did."""
+        clock = _Clock(self.target.device)
+        plan = self.scheduler.schedule()
+        if not plan.segments:
+            return []
+        budgets = self.controller.budget(plan)
+        clock.lap("host")
+        drafts = self.drafting.propose(plan, budgets)
+        clock.lap("draft")
+        target = self.runner.forward(plan, drafts)
+        clock.lap("target")
+        verdict = verify(plan, drafts, target)
+        clock.lap("verify")
+        deltas = commit(plan, drafts, verdict, self.scheduler.running, self.cache)
+        self.drafting.observe(plan, target, verdict)
+        states = [self.scheduler.running[s.request.request_id] for s in plan.segments]
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._finish(delta.request_id)
+        clock.lap("host")
+        self.last_step = StepStats(
+            draft_s=clock.seconds["draft"],
+            target_s=clock.seconds["target"],
+            verify_s=clock.seconds["verify"],
+            host_s=clock.seconds["host"],
+            num_rows=int(target.row_offsets[-1]),
+            num_segments=len(plan.segments),
+            num_draft_tokens=len(drafts.token_ids),
+            num_accepted_tokens=sum(delta.num_accepted for delta in deltas),
+        )
+        _record_times(states, self.last_step, clock)
+        return deltas
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request, waiting or running; return whether it was there."""
+        return self._finish(request_id)
+
+    def request_state(self, request_id: str) -> RequestState:
+        """Return the state of a waiting or running request; it outlives the request's end.
+
+        Raises:
+            KeyError: There is no such request.
+        """
+        return self.scheduler.state(request_id)
+
+    def _finish(self, request_id: str) -> bool:
+        state = self.scheduler.finish(request_id)
+        if state is None:
+            return False
+        self.drafting.forget(state.request)
+        return True
+
+    def _request(
+        self,
+        name: str,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        speculation: SpeculationParams,
+    ) -> Request:
+        target = self.target
+        room = target.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt_ids)} tokens; allowed are {target.max_model_len - 1}, one less "
+                f"than the context of {target.max_model_len}. Shorten the prompt."
+            )
+        for token_id in sampling.stop_token_ids:
+            if token_id >= target.vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids holds {token_id}; allowed are ids below the vocabulary size of "
+                    f"{target.vocab_size}. Remove it."
+                )
+        eos_ids = frozenset() if sampling.ignore_eos else target.eos_ids
+        return Request(
+            request_id=name,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            speculation=speculation,
+            seed=secrets.randbits(53) if sampling.seed is None else sampling.seed,
+            max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
+        )
+
+
+class _Clock:
+    """Adds up wall time by phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.started_at = self.now = time.perf_counter()
+        self.seconds = {"draft": 0.0, "target": 0.0, "verify": 0.0, "host": 0.0}
+        self._device = device
+
+    def lap(self, phase: str) -> None:
+        if phase == "target" and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.now
+        self.now = now
+
+
+def _record_times(states: list[RequestState], step: StepStats, clock: _Clock) -> None:
+    for state in states:
+        stats = state.stats
+        if state.started_at is None:
+            state.started_at = clock.started_at
+        stats.record_time(step)
+        if stats.num_tokens:
+            stats.elapsed_s = clock.now - state.started_at
+            stats.first_token_s = stats.first_token_s or stats.elapsed_s
+
+
+def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.ndarray:
+    try:
+        ids = np.asarray(prompt_ids)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(f"the prompt is no sequence of token ids ({error}).") from error
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise InvalidRequestError(
+            f"the prompt is an array of shape {ids.shape} and kind {ids.dtype}; allowed is a flat sequence "
+            "of integer token ids."
+        )
+    if ids.size == 0:
+        raise InvalidRequestError("the prompt is empty; allowed is one token or more. Give it some text.")
+    is_outside = (ids < 0) | (ids >= target.vocab_size)
+    if is_outside.any():
+        place = int(np.argmax(is_outside))
+        raise InvalidRequestError(
+            f"the prompt holds token id {int(ids[place])} at position {place}; allowed are ids from 0 to "
+            f"{target.vocab_size - 1}. Check that the tokenizer is this model's."
+        )
+    return ids.astype(np.int64)
+
+
+def _kv_bound(config: EngineConfig, target: Target) -> int:
+    """Most bytes of keys and values over all running requests."""
+    if config.kv_cache_gb is not None:
+        return int(config.kv_cache_gb * 2**30)
+    if target.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(target.device)
+        return int(free * _GPU_SHARE_OF_FREE_MEMORY)
+    return int(psutil.virtual_memory().available * _CPU_SHARE_OF_FREE_MEMORY)
+
+
+def _make_cache(config: EngineConfig, target: Target, max_kv_bytes: int) -> ContiguousKVCache:
+    num_slots = config.max_num_requests
+    if target.device.type != "cpu":  # there a reservation is memory at once
+        slot_bytes = target.max_model_len * row_bytes(target.layers, target.dtype)
+        num_slots = max(1, min(num_slots, max_kv_bytes // slot_bytes))
+    return ContiguousKVCache(
+        target.layers, num_slots, target.max_model_len, target.dtype, target.device
+    )

@@ -1,0 +1,27 @@
+"""The few kinds of error foredraft raises; every message says what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class ForedraftError(Exception):
+    """Base of every error raised on purpose, so that one ``except`` catches them all."""
+
+
+class InvalidRequestError(ForedraftError, ValueError):
+    """A prompt or a per-request parameter that cannot be honoured; other requests are not touched."""
+
+
+class ConfigError(ForedraftError, ValueError):
+    """An engine or method option that cannot be honoured; raised before any weight is loaded."""
+
+
+class ModelLoadError(ForedraftError):
+    """A model that is missing, broken, or of a kind whose state cannot be verified and rolled back."""
+
+
+class MissingExtraError(ForedraftError, ImportError):
+    """An optional package is absent; the message names the extra that brings it."""
+
+
+class NonFiniteLogitsError(ForedraftError, ArithmeticError):
+    """The target gave NaN or infinite logits for a row; only that request ends."""

@@ -1,0 +1,153 @@
+"""Keys and values in contiguous slots: one slot a running request, reserved at full length.
+
+On a CPU the reservation is address space only: the operating system commits a page when it is first
+written, and a freed slot gives its pages back, so memory follows what is in use. Attention sees
+plain views; a slot's rows lie in position order, a row's heads side by side.
+
+Row ``i`` of a slot holds the token at position ``i`` once committed. During a step, draft node ``k``
+lies in row ``root position + k``; accepting a path copies its few rows into place. Positions are
+depths, so nothing is rotated again (design section 6).
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from foredraft.types import Int64Array
+
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps a token: ``num_kv_heads`` keys of ``key_dim`` and values of ``value_dim``."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class ContiguousKVCache:
+    """KV of every layer in ``num_slots`` slots of ``capacity`` rows.
+
+    Args:
+        layers: Shape of each layer.
+        num_slots: Most requests that hold KV at once.
+        capacity: Rows of a slot.
+        dtype: Of keys and values.
+        device: Where they lie.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Reserve the slots; on a CPU no page is committed yet."""
+        self.layers = tuple(layers)
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self._dtype = dtype
+        self._device = device
+        self._stores = [
+            (
+                _Store((num_slots, capacity, layer.num_kv_heads, layer.key_dim), dtype, device),
+                _Store((num_slots, capacity, layer.num_kv_heads, layer.value_dim), dtype, device),
+            )
+            for layer in self.layers
+        ]
+        self._free = list(range(num_slots))
+        self._num_rows = np.zeros(num_slots, dtype=np.int64)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return row_bytes(self.layers, self._dtype)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots not taken."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take the lowest free slot, so that running slots stay side by side."""
+        slot = min(self._free)
+        self._free.remove(slot)
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Give a slot back, and its memory to the operating system."""
+        if slot in self._free:
+            raise ValueError(f"slot {slot} is free already")
+        if self._num_rows[slot]:
+            for keys, values in self._stores:
+                keys.release(slot)
+                values.release(slot)
+        self._num_rows[slot] = 0
+        self._free.append(slot)
+
+    def note_rows(self, slot: int, num_rows: int) -> None:
+        """Record that rows up to ``num_rows`` of a slot have been written."""
+        self._num_rows[slot] = max(self._num_rows[slot], num_rows)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of all rows written in slots that are taken (pages round this up a little)."""
+        return int(self._num_rows.sum()) * self.bytes_per_row
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Keys of a layer, [num_slots, capacity, num_kv_heads, key_dim]."""
+        return self._stores[layer][0].tensor
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Values of a layer, [num_slots, capacity, num_kv_heads, value_dim]."""
+        return self._stores[layer][1].tensor
+
+    def move_rows(self, slot: int, sources: Int64Array, target: int) -> None:
+        """Copy rows ``sources`` of a slot, in order, to the rows from ``target`` on.
+
+        The copy goes through a temporary, so sources and targets may overlap.
+        """
+        index = torch.from_numpy(sources).to(self._device)
+        end = target + len(sources)
+        for keys, values in self._stores:
+            keys.tensor[slot, target:end] = keys.tensor[slot].index_select(0, index)
+            values.tensor[slot, target:end] = values.tensor[slot].index_select(0, index)
+
+
+def row_bytes(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values over ``layers``."""
+    return sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
+
+
+class _Store:
+    """One [num_slots, ...] tensor whose slots can be given back to the operating system."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        num_elements = int(np.prod(shape))
+        self._map: mmap.mmap | None = None
+        self._slot_bytes = num_elements * dtype.itemsize // shape[0]
+        if device.type == "cpu" and sys.platform == "linux":
+            self._map = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flat = torch.frombuffer(self._map, dtype=dtype)
+            self.tensor = flat.view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+
+    def release(self, slot: int) -> None:
+        """Return a slot's whole pages; what they hold reads as zero from then on."""
+        if self._map is None:
+            return
+        begin = -(-slot * self._slot_bytes // _PAGE) * _PAGE
+        end = (slot + 1) * self._slot_bytes // _PAGE * _PAGE
+        if end > begin:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)

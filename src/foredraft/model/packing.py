@@ -1,0 +1,306 @@
+"""One step as one flat, ragged pass: which rows belong to whom, who sees what, where KV goes.
+
+Rows come in segment order; a segment's rows are its committed tokens and then its draft nodes.
+Decode segments whose slots lie side by side share one attention call; a prompt chunk has its own.
+Masks are made once a step and window, not once a layer, and windows are measured in positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foredraft.model.attention import AttentionOptions, attend_causal, attend_folded
+from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.tree.tree import ancestors, depths
+from foredraft.types import DraftBatch, Int64Array, StepPlan
+
+_MOST_WASTE = 2.0
+"""Requests share an attention call while padded keys stay within this factor of the real ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A prompt chunk: ``num_rows`` rows from ``first_row`` of the pass, from position ``start``."""
+
+    slot: int
+    first_row: int
+    num_rows: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Decode segments in neighbouring slots: ``segments`` indexes the plan."""
+
+    first_slot: int
+    segments: tuple[int, ...]
+    first_row: int
+    num_rows: tuple[int, ...]
+    num_keys: tuple[int, ...]
+
+    @property
+    def most_rows(self) -> int:
+        return max(self.num_rows)
+
+    @property
+    def most_keys(self) -> int:
+        return max(self.num_keys)
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.num_rows)) == 1
+
+
+class PackedPass:
+    """The rows of one step, and the attention between them and the cache.
+
+    Args:
+        plan: Who runs.
+        drafts: What was proposed.
+        cache: Where keys and values lie.
+        device: Where the model lies.
+        dtype: Of the model.
+
+    Attributes:
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T].
+        logit_rows: int64 [R], rows whose logits are wanted: roots and draft nodes.
+        logit_offsets: int64 [num_segments + 1] into ``logit_rows``.
+        row_offsets: int64 [num_segments + 1] into the T rows.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        drafts: DraftBatch,
+        cache: ContiguousKVCache,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Lay the rows out."""
+        self._cache = cache
+        self._device = device
+        self._dtype = dtype
+        self._plan = plan
+        self._trees = [
+            drafts.parents[drafts.offsets[i] : drafts.offsets[i + 1]] for i in range(len(plan.segments))
+        ]
+        ids, positions, kv_rows, wanted = [], [], [], []
+        row_offsets = [0]
+        logit_offsets = [0]
+        for index, segment in enumerate(plan.segments):
+            tree = self._trees[index]
+            first, num_nodes = row_offsets[-1], len(tree)
+            end = segment.start + segment.num_rows
+            ids.append(segment.token_ids[segment.start : end])
+            positions.append(np.arange(segment.start, end))
+            if num_nodes:
+                ids.append(drafts.token_ids[drafts.offsets[index] : drafts.offsets[index + 1]])
+                positions.append(segment.root_position + depths(tree)[1:])
+            num_rows = segment.num_rows + num_nodes
+            kv_rows.append(
+                np.arange(segment.start, segment.start + num_rows) + segment.slot * cache.capacity
+            )
+            row_offsets.append(first + num_rows)
+            if segment.wants_pick:
+                wanted.append(np.arange(first + segment.num_rows - 1, first + num_rows))
+                logit_offsets.append(logit_offsets[-1] + 1 + num_nodes)
+            else:
+                logit_offsets.append(logit_offsets[-1])
+            cache.note_rows(segment.slot, segment.start + num_rows)
+        self.row_offsets: Int64Array = np.array(row_offsets, dtype=np.int64)
+        self.logit_offsets: Int64Array = np.array(logit_offsets, dtype=np.int64)
+        self.input_ids = torch.from_numpy(np.concatenate(ids)[None]).to(device)
+        self.position_ids = torch.from_numpy(np.concatenate(positions)[None]).to(device)
+        none = np.empty(0, dtype=np.int64)
+        self.logit_rows = torch.from_numpy(np.concatenate(wanted) if wanted else none).to(device)
+        self._kv_rows = torch.from_numpy(np.concatenate(kv_rows)).to(device)
+        self._chunks, self._groups = self._group()
+        self._pad_rows = [None if g.is_even else self._padding(g) for g in self._groups]
+        self._masks: dict[tuple[int, int | None, int], torch.Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Write the pass's keys and values of a layer and attend; see ``attention.Pass``."""
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        self._write(keys, key)
+        self._write(values, value)
+        num_heads, num_rows = query.shape[1], query.shape[2]
+        if len(self._groups) == 1 and not self._chunks:
+            return self._attend_group(0, query, keys, values, options)
+        out = query.new_empty(1, num_rows, num_heads, values.shape[-1])
+        for index, group in enumerate(self._groups):
+            rows = slice(group.first_row, group.first_row + sum(group.num_rows))
+            out[:, rows] = self._attend_group(index, query[:, :, rows], keys, values, options)
+        for index, chunk in enumerate(self._chunks):
+            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            out[:, rows] = self._attend_chunk(
+                index, query[:, :, rows], key[:, :, rows], value[:, :, rows], keys, values, options
+            )
+        return out
+
+    def _write(self, store: torch.Tensor, new: torch.Tensor) -> None:
+        rows = new[0].transpose(0, 1)
+        if len(self._plan.segments) == 1:
+            segment = self._plan.segments[0]
+            store[segment.slot, segment.start : segment.start + rows.shape[0]] = rows
+        else:
+            store.view(-1, *store.shape[2:])[self._kv_rows] = rows
+
+    def _group(self) -> tuple[list[_Chunk], list[_DecodeGroup]]:
+        chunks: list[_Chunk] = []
+        groups: list[_DecodeGroup] = []
+        run: list[int] = []
+
+        def close() -> None:
+            if run:
+                segments = [self._plan.segments[i] for i in run]
+                num_rows = tuple(1 + len(self._trees[i]) for i in run)
+                num_keys = tuple(s.start + n for s, n in zip(segments, num_rows, strict=True))
+                first_row = int(self.row_offsets[run[0]])
+                groups.append(
+                    _DecodeGroup(segments[0].slot, tuple(run), first_row, num_rows, num_keys)
+                )
+                run.clear()
+
+        for index, segment in enumerate(self._plan.segments):
+            num_rows = int(self.row_offsets[index + 1] - self.row_offsets[index])
+            if not segment.is_decode:
+                close()
+                first_row = int(self.row_offsets[index])
+                chunks.append(_Chunk(segment.slot, first_row, num_rows, segment.start))
+                continue
+            if run:
+                lengths = [self._plan.segments[i].start + 1 for i in run] + [segment.start + 1]
+                waste = max(lengths) * len(lengths) / sum(lengths)
+                if self._plan.segments[run[-1]].slot + 1 != segment.slot or waste > _MOST_WASTE:
+                    close()
+            run.append(index)
+        close()
+        return chunks, groups
+
+    def _padding(self, group: _DecodeGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a ragged group padded to even, and where the real ones lie in the padded."""
+        most = group.most_rows
+        padded, real, first = [], [], 0
+        for index, num_rows in enumerate(group.num_rows):
+            padded.append(first + np.minimum(np.arange(most), num_rows - 1))
+            real.append(index * most + np.arange(num_rows))
+            first += num_rows
+        return (
+            torch.from_numpy(np.concatenate(padded)).to(self._device),
+            torch.from_numpy(np.concatenate(real)).to(self._device),
+        )
+
+    def _attend_group(
+        self,
+        index: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Decode rows [1, num_heads, T, dim] of one group; returns [1, T, num_heads, dim]."""
+        group = self._groups[index]
+        padding = self._pad_rows[index]
+        batch, most = len(group.segments), group.most_rows
+        num_heads, dim = query.shape[1], query.shape[3]
+        slots = slice(group.first_slot, group.first_slot + batch)
+        key = keys[slots, : group.most_keys].transpose(1, 2)
+        value = values[slots, : group.most_keys].transpose(1, 2)
+        num_kv_heads = key.shape[1]
+        share = num_heads // num_kv_heads
+        if padding is not None:
+            query = query[:, :, padding[0]]
+        if batch == 1:
+            folded = query.reshape(1, num_kv_heads, share * most, dim)
+        else:
+            folded = query.view(num_kv_heads, share, batch, most, dim).permute(2, 0, 1, 3, 4)
+            folded = folded.reshape(batch, num_kv_heads, share * most, dim)
+        mask = self._group_mask(index, options.sliding_window, share)
+        out = attend_folded(folded, key, value, mask, options)
+        out = out.view(batch, num_kv_heads, share, most, -1).permute(0, 3, 1, 2, 4)
+        out = out.reshape(1, batch * most, num_heads, -1)
+        return out if padding is None else out[:, padding[1]]
+
+    def _group_mask(self, index: int, window: int | None, share: int) -> torch.Tensor | None:
+        """Additive [B, 1, share * most_rows, most_keys]; ``None`` where every row sees every key."""
+        name = (index, window, share)
+        if name not in self._masks:
+            group = self._groups[index]
+            shape = (len(group.segments), group.most_rows, group.most_keys)
+            seen = np.zeros(shape, dtype=np.bool_)
+            for i, segment_index in enumerate(group.segments):
+                segment = self._plan.segments[segment_index]
+                tree = self._trees[segment_index]
+                _fill_seen(
+                    seen[i], segment.start, ancestors(tree), depths(tree), _no_window(window)
+                )
+            mask = None if seen.all() else self._additive(seen)[:, None].repeat(1, 1, share, 1)
+            self._masks[name] = mask
+        return self._masks[name]
+
+    def _attend_chunk(
+        self,
+        index: int,
+        query: torch.Tensor,
+        new_key: torch.Tensor,
+        new_value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        chunk = self._chunks[index]
+        num_keys = chunk.start + chunk.num_rows
+        window = options.sliding_window
+        is_plain = options.softcap is None and options.sinks is None
+        if chunk.start == 0 and is_plain and (window is None or window >= num_keys):
+            return attend_causal(query, new_key, new_value, options).transpose(1, 2)
+        key = keys[chunk.slot : chunk.slot + 1, :num_keys].transpose(1, 2)
+        value = values[chunk.slot : chunk.slot + 1, :num_keys].transpose(1, 2)
+        num_heads, dim = query.shape[1], query.shape[3]
+        num_kv_heads = key.shape[1]
+        share = num_heads // num_kv_heads
+        folded = query.reshape(1, num_kv_heads, share * chunk.num_rows, dim)
+        name = (-1 - index, window, share)
+        if name not in self._masks:
+            position = np.arange(chunk.start, num_keys)[:, None]
+            column = np.arange(num_keys)[None]
+            seen = (column <= position) & (column > position - _no_window(window))
+            self._masks[name] = self._additive(seen[None])[:, None].repeat(1, 1, share, 1)
+        out = attend_folded(folded, key, value, self._masks[name], options)
+        return out.view(1, num_heads, chunk.num_rows, -1).transpose(1, 2)
+
+    def _additive(self, seen: NDArray[np.bool_]) -> torch.Tensor:
+        visible = torch.from_numpy(seen).to(self._device)
+        mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(~visible, -torch.inf)
+
+
+def _no_window(window: int | None) -> int:
+    """A window so wide that it never hides anything, where there is none."""
+    return np.iinfo(np.int64).max // 2 if window is None else window
+
+
+@numba.njit(cache=True)
+def _fill_seen(seen, start, ancestry, depth, window):  # type: ignore[no-untyped-def]
+    """Fill [most_rows, most_keys] for one request; padded rows see what the last real one sees."""
+    num_rows = ancestry.shape[0]
+    for row in range(seen.shape[0]):
+        real = min(row, num_rows - 1)
+        least = start + depth[real] - window
+        for column in range(start):
+            seen[row, column] = column > least
+        for column in range(num_rows):
+            seen[row, start + column] = ancestry[real, column] and start + depth[column] > least

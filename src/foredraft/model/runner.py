@@ -1,0 +1,58 @@
+"""The one target pass: a plan and its drafts in, logits at roots and draft nodes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foredraft.model.attention import PASS_ARGUMENT
+from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.loader import Target
+from foredraft.model.packing import PackedPass
+from foredraft.types import DraftBatch, StepPlan, TargetOutput
+
+
+class Runner:
+    """Runs the target over packed passes.
+
+    Args:
+        target: The loaded model.
+        cache: Where keys and values lie.
+        hidden_layers: Indices into Transformers' ``hidden_states`` (0 is the embedding's output, the
+            last is the final, normalised one) to hand out with every pass.
+    """
+
+    def __init__(
+        self, target: Target, cache: ContiguousKVCache, hidden_layers: tuple[int, ...] = ()
+    ) -> None:
+        """Keep the parts."""
+        self.target = target
+        self.cache = cache
+        self.hidden_layers = hidden_layers
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan, drafts: DraftBatch) -> TargetOutput:
+        """Compute every row of the plan and its drafts in one pass.
+
+        Logits are made only for the rows that need them. Keys and values of all rows are written to
+        the cache: of committed tokens for good, of draft nodes until the path is known.
+        """
+        target = self.target
+        packed = PackedPass(plan, drafts, self.cache, target.device, target.dtype)
+        num_rows, num_wanted = packed.input_ids.shape[1], len(packed.logit_rows)
+        options: dict[str, Any] = {PASS_ARGUMENT: packed}
+        if target.keeps_logits and num_wanted < num_rows:
+            options["logits_to_keep"] = packed.logit_rows
+        if self.hidden_layers:
+            options["output_hidden_states"] = True
+        out = target.model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, **options
+        )
+        logits = out.logits[0]
+        if logits.shape[0] != num_wanted:
+            logits = logits[packed.logit_rows]
+        hidden_states = {layer: out.hidden_states[layer][0] for layer in self.hidden_layers}
+        return TargetOutput(
+            logits.float().contiguous(), packed.logit_offsets, hidden_states, packed.row_offsets
+        )

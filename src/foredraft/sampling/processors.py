@@ -1,0 +1,239 @@
+"""Logits to processed logits: temperature, top-k, top-p, min-p, for target and draft alike.
+
+All three filters keep the likeliest tokens down to some logit, so that together they come to one
+number a row, the *cut*: a token is kept if its logit is at or above it. Logits are never edited;
+whoever wants the raw ones still has them. Ties at a cut are kept together, so that the result does
+not depend on the order of equal logits, on the device, or on what else is in the batch.
+
+Order: temperature, then top-k, then top-p over the mass that top-k kept, then min-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foredraft.params import SamplingParams
+
+Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """Sampling parameters of every row, as arrays of length num_rows.
+
+    Attributes:
+        temperature: float64; 0 where the row is greedy.
+        top_k: int64; 0 where off.
+        top_p: float64; 1 where off.
+        min_p: float64; 0 where off.
+    """
+
+    temperature: Float64Array
+    top_k: NDArray[np.int64]
+    top_p: Float64Array
+    min_p: Float64Array
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], repeats: NDArray[np.int64]) -> RowParams:
+        """Lay out each request's parameters over its ``repeats`` rows."""
+        temperature = np.array([0.0 if p.is_greedy else p.temperature for p in params])
+        return RowParams(
+            np.repeat(temperature, repeats),
+            np.repeat(np.array([p.top_k for p in params], dtype=np.int64), repeats),
+            np.repeat(np.array([p.top_p for p in params]), repeats),
+            np.repeat(np.array([p.min_p for p in params]), repeats),
+        )
+
+    def rows(self, index: NDArray[np.int64] | slice) -> RowParams:
+        """Return the parameters of some rows."""
+        return RowParams(
+            self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index]
+        )
+
+
+def cuts(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+    """Return the cut of every row: the least logit that the row's filters keep.
+
+    Args:
+        logits: float32 [R, V], finite, as the target or draft model gave them.
+        params: Parameters of the R rows.
+
+    Returns:
+        float32 [R] on the logits' device; -inf for greedy rows and rows without a filter.
+    """
+    if logits.device.type == "cpu":
+        return torch.from_numpy(_cuts_cpu(logits, params))
+    return cuts_by_sorting(logits, params)
+
+
+def cuts_by_sorting(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+    """Plain twin of :func:`cuts`: sorts whole rows; any device."""
+    num_rows, vocab_size = logits.shape
+    out = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=logits.device)
+    for row in range(num_rows):
+        temperature = float(params.temperature[row])
+        if temperature == 0:
+            continue
+        ranked = logits[row].sort(descending=True).values
+        cut = -torch.inf
+        top_k = int(params.top_k[row])
+        if 0 < top_k < vocab_size:
+            cut = float(ranked[top_k - 1])
+        if params.top_p[row] < 1:
+            kept = ranked[ranked >= cut]
+            weights = torch.exp((kept - kept[0]) / np.float32(temperature)).double()
+            before = torch.cumsum(weights, 0) - weights
+            # The first of equal logits decides for all of them: ties are kept together.
+            is_kept = before < float(params.top_p[row]) * weights.sum()
+            cut = max(cut, float(kept[is_kept][-1]))
+        if params.min_p[row] > 0:
+            threshold = float(ranked[0]) + temperature * np.log(params.min_p[row])
+            cut = max(cut, float(ranked[ranked.double() >= threshold][-1]))
+        out[row] = cut
+    return out
+
+
+def probs(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+    """Return the processed distribution of every row, float32 [R, V].
+
+    This is what the classical rules call ``target_probs`` or ``draft_probs``. A greedy row is a
+    point mass on its first largest logit.
+
+    Args:
+        logits: float32 [R, V], finite.
+        params: Parameters of the R rows.
+    """
+    cut = cuts(logits, params)
+    temperature = torch.from_numpy(params.temperature).to(logits.device)
+    is_greedy = temperature == 0
+    scaled = logits.double() / torch.where(is_greedy, 1.0, temperature)[:, None]
+    scaled = scaled.masked_fill(logits < cut[:, None], -torch.inf)
+    out = torch.softmax(scaled, dim=-1)
+    if bool(is_greedy.any()):
+        rows = is_greedy.nonzero()[:, 0]
+        out[rows] = 0.0
+        out[rows, logits[rows].argmax(dim=-1)] = 1.0
+    return out.float()
+
+
+_NUM_BUCKETS = 4096
+
+
+@numba.njit(inline="always")
+def _bucket(value, top, scale):  # type: ignore[no-untyped-def]
+    """Bucket of a logit by its distance from the row's largest; rises as the logit falls."""
+    distance = (top - value) * scale
+    return _NUM_BUCKETS - 1 if not distance < _NUM_BUCKETS - 1 else int(distance)
+
+
+@numba.njit(cache=True)
+def _kth_largest(row, k, top, scale):  # type: ignore[no-untyped-def]
+    """The k-th largest of a row (1-based): count by buckets, then sort one bucket."""
+    counts = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+    for value in row:
+        counts[_bucket(value, top, scale)] += 1
+    seen = 0
+    bucket = 0
+    while seen + counts[bucket] < k:
+        seen += counts[bucket]
+        bucket += 1
+    members = np.empty(counts[bucket], dtype=np.float32)
+    num_members = 0
+    for value in row:
+        if _bucket(value, top, scale) == bucket:
+            members[num_members] = value
+            num_members += 1
+    members.sort()
+    return members[num_members - (k - seen)]
+
+
+@numba.njit(cache=True)
+def _nucleus_cut(row, weights, cut, mass, top, scale):  # type: ignore[no-untyped-def]
+    """Least logit kept by top-p ``mass`` among logits at or above ``cut``."""
+    masses = np.zeros(_NUM_BUCKETS, dtype=np.float64)
+    counts = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+    total = 0.0
+    for token in range(row.size):
+        if row[token] >= cut:
+            bucket = _bucket(row[token], top, scale)
+            masses[bucket] += np.float64(weights[token])
+            counts[bucket] += 1
+            total += np.float64(weights[token])
+    wanted = mass * total
+    before = 0.0
+    bucket = 0
+    last = 0
+    while bucket < _NUM_BUCKETS:
+        if counts[bucket] > 0:
+            last = bucket
+            if before + masses[bucket] >= wanted:
+                break
+            before += masses[bucket]
+        bucket += 1
+    if bucket == _NUM_BUCKETS:  # rounding: the whole mass is wanted
+        before -= masses[last]
+        bucket = last
+    members = np.empty(counts[bucket], dtype=np.int64)
+    num_members = 0
+    for token in range(row.size):
+        if row[token] >= cut and _bucket(row[token], top, scale) == bucket:
+            members[num_members] = token
+            num_members += 1
+    order = np.argsort(-row[members], kind="mergesort")
+    least = row[members[order[0]]]
+    for rank in range(num_members):
+        token = members[order[rank]]
+        if not before < wanted:
+            break
+        least = row[token]
+        before += np.float64(weights[token])
+    return least
+
+
+@numba.njit(cache=True)
+def _row_cut(row, weights, temperature, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
+    top = np.float32(-np.inf)
+    bottom = np.float32(np.inf)
+    for value in row:
+        if value > top:
+            top = value
+        if value < bottom:
+            bottom = value
+    spread = np.float64(top) - np.float64(bottom)
+    scale = np.float64(_NUM_BUCKETS - 1) / spread if spread > 0 else 0.0
+    cut = np.float32(-np.inf)
+    if 0 < top_k < row.size:
+        cut = _kth_largest(row, top_k, top, scale)
+    if top_p < 1:
+        cut = max(cut, _nucleus_cut(row, weights, cut, top_p, top, scale))
+    if min_p > 0:
+        threshold = np.float64(top) + temperature * np.log(min_p)
+        least = top
+        for value in row:
+            if value < least and np.float64(value) >= threshold:
+                least = value
+        cut = max(cut, least)
+    return cut
+
+
+def _cuts_cpu(logits: torch.Tensor, params: RowParams) -> Float32Array:
+    out = np.full(len(params.temperature), -np.inf, dtype=np.float32)
+    is_filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    for row in np.nonzero(is_filtered & (params.temperature > 0))[0]:
+        line = logits[row]
+        temperature = params.temperature[row]
+        if params.top_p[row] < 1:
+            weights = torch.exp((line - line.max()) / float(np.float32(temperature))).numpy()
+        else:
+            weights = np.empty(0, dtype=np.float32)
+        out[row] = _row_cut(
+            line.numpy(), weights, temperature, params.top_k[row], params.top_p[row], params.min_p[row]
+        )
+    return out

@@ -1,0 +1,209 @@
+"""What travels along the one data path: Request, StepPlan, DraftBatch, TargetOutput, Verdict.
+
+All are frozen. Token ids and indices are host arrays (numpy); logits, hidden states and draft
+probabilities are tensors on the model's device. "Segment" is one request's part of one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.params import SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    import torch
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked for, after validation.
+
+    Attributes:
+        request_id: Unique within an engine.
+        prompt_ids: int64 [num_prompt_tokens], at least one.
+        sampling: How tokens are picked.
+        speculation: How it speculates.
+        seed: The seed in force (the user's, or the random one drawn for it).
+        max_tokens: Most tokens to generate, already cut to the context length.
+        stop_ids: Every token id that ends the text.
+    """
+
+    request_id: str
+    prompt_ids: Int64Array
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One request's part of a step: a chunk of its prompt, or its root.
+
+    Attributes:
+        request: The request.
+        token_ids: int64 [length], prompt and output committed so far (a read-only view).
+        slot: Where its KV lies.
+        start: Position of the first row of this pass, which equals the KV rows already cached.
+        num_rows: Rows of committed tokens to compute: ``token_ids[start:start + num_rows]``.
+        is_decode: Whether this is a decode step (one row, the root, plus its draft nodes).
+    """
+
+    request: Request
+    token_ids: Int64Array
+    slot: int
+    start: int
+    num_rows: int
+    is_decode: bool
+
+    @property
+    def wants_pick(self) -> bool:
+        """Whether the last row is the root, so that its logits and a pick are wanted."""
+        return self.start + self.num_rows == len(self.token_ids)
+
+    @property
+    def root_position(self) -> int:
+        """Absolute position of the last row of committed tokens."""
+        return self.start + self.num_rows - 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Who runs in this step, in row order."""
+
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """How much each segment may draft.
+
+    Attributes:
+        max_nodes: int64 [num_segments]; 0 is plain decoding.
+    """
+
+    max_nodes: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """What was proposed for a step: one token tree a segment, flat. A chain is a tree.
+
+    Attributes:
+        token_ids: int64 [num_nodes].
+        parents: int64 [num_nodes], the parent's row within its own segment's tree: 0 is the root,
+            ``k`` is the segment's k-th node (1-based). A parent comes before its children.
+        offsets: int64 [num_segments + 1], where each segment's nodes begin and end.
+        draft_probs: float [num_dists, V] or ``None``: the very distributions the tokens were drawn
+            from. Only for the classical rules; the default rule never looks.
+        dist_ids: int64 [num_nodes], the row of ``draft_probs`` a node was drawn from, or -1 for a
+            token that was not drawn but chosen (a point mass); ``None`` where all are chosen.
+    """
+
+    token_ids: Int64Array
+    parents: Int64Array
+    offsets: Int64Array
+    draft_probs: torch.Tensor | None = None
+    dist_ids: Int64Array | None = None
+
+    @staticmethod
+    def empty(num_segments: int) -> DraftBatch:
+        """Return a batch with no node for any of ``num_segments`` segments."""
+        none = np.empty(0, dtype=np.int64)
+        return DraftBatch(none, none, np.zeros(num_segments + 1, dtype=np.int64))
+
+    @property
+    def num_nodes(self) -> Int64Array:
+        """int64 [num_segments], draft nodes of each segment."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What the one target pass gave.
+
+    Attributes:
+        logits: float32 [num_logit_rows, V], for each segment that wants a pick its root and then
+            its draft nodes.
+        offsets: int64 [num_segments + 1], where each segment's rows begin and end; none for a
+            prompt chunk that does not end its prompt.
+        hidden_states: For each tapped layer, [num_rows, hidden] for every row of the pass.
+        row_offsets: int64 [num_segments + 1], where each segment's rows lie in the pass.
+    """
+
+    logits: torch.Tensor
+    offsets: Int64Array
+    hidden_states: dict[int, torch.Tensor]
+    row_offsets: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided, before any stop rule.
+
+    Attributes:
+        path: int64 [num_accepted], accepted nodes (1-based within their segment), root to leaf.
+        path_offsets: int64 [num_segments + 1].
+        token_ids: int64 [num_emitted], for each segment the accepted tokens and then one more.
+        token_offsets: int64 [num_segments + 1].
+        is_finite: bool [num_segments]; False where the target's logits were not finite, in which
+            case nothing is emitted for the segment.
+    """
+
+    path: Int64Array
+    path_offsets: Int64Array
+    token_ids: Int64Array
+    token_offsets: Int64Array
+    is_finite: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one request, after every stop rule.
+
+    Attributes:
+        request_id: Whose.
+        token_ids: Tokens emitted by this step, in order.
+        num_accepted: How many of them, from the first, were draft tokens.
+        finish_reason: ``None`` while the request runs; then ``stop``, ``length`` or ``error``.
+        stop_token_id: The token id that ended it, for ``stop``.
+        error: What went wrong, for ``error``.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Where the time of one step went, in seconds, and what it held."""
+
+    draft_s: float
+    target_s: float
+    verify_s: float
+    host_s: float
+    num_rows: int
+    num_segments: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def total_s(self) -> float:
+        """Wall time of the step."""
+        return self.draft_s + self.target_s + self.verify_s + self.host_s

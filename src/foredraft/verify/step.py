@@ -1,0 +1,120 @@
+"""Verify one step: each request's draft under the rule that the request asked for.
+
+Pure: the verdict is a function of the plan (with each request's parameters and seed), the drafts and
+the target's logits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foredraft.sampling.noise import Stream, units
+from foredraft.sampling.pick import Picks, pick
+from foredraft.sampling.processors import RowParams, probs
+from foredraft.types import DraftBatch, Int64Array, StepPlan, TargetOutput, Verdict
+from foredraft.verify.block import block
+from foredraft.verify.coins import Coins
+from foredraft.verify.rejection import rejection
+from foredraft.verify.traversal import traversal
+from foredraft.verify.walk import walk
+
+_CLASSICAL = {"rejection": rejection, "block": block, "traversal": traversal}
+
+
+def verify(plan: StepPlan, drafts: DraftBatch, target: TargetOutput) -> Verdict:
+    """Decide what each segment of a step emits.
+
+    Args:
+        plan: Who runs.
+        drafts: What was proposed.
+        target: The target's logits at every root and draft node.
+
+    Returns:
+        The verdict; prompt chunks that do not end their prompt emit nothing.
+    """
+    segments = plan.segments
+    num_rows = np.diff(target.offsets)
+    params = RowParams.of([s.request.sampling for s in segments], num_rows)
+    seeds = np.repeat(np.array([s.request.seed for s in segments], dtype=np.int64), num_rows)
+    picks = pick(target.logits, params, seeds, _pick_positions(plan, drafts, num_rows))
+    verdict = walk(drafts, picks, target.offsets)
+    is_classical = np.array([s.request.speculation.verification != "walk" for s in segments])
+    if is_classical.any():
+        verdict = _verify_classical(plan, drafts, target, params, picks, verdict, is_classical)
+    return verdict
+
+
+def _pick_positions(plan: StepPlan, drafts: DraftBatch, num_rows: Int64Array) -> Int64Array:
+    """Absolute position of the token that each logit row picks."""
+    from foredraft.tree.tree import depths
+
+    parts = [
+        segment.root_position + 1 + depths(drafts.parents[drafts.offsets[i] : drafts.offsets[i + 1]])
+        for i, segment in enumerate(plan.segments)
+        if num_rows[i]
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _verify_classical(
+    plan: StepPlan,
+    drafts: DraftBatch,
+    target: TargetOutput,
+    params: RowParams,
+    picks: Picks,
+    verdict: Verdict,
+    is_classical: np.ndarray,
+) -> Verdict:
+    """Replace the walk's verdict for segments under a classical rule."""
+    paths, tokens = [], []
+    is_finite = verdict.is_finite.copy()
+    for index, segment in enumerate(plan.segments):
+        rows = slice(int(target.offsets[index]), int(target.offsets[index + 1]))
+        if not is_classical[index] or rows.start == rows.stop:
+            paths.append(verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]])
+            tokens.append(
+                verdict.token_ids[verdict.token_offsets[index] : verdict.token_offsets[index + 1]]
+            )
+            continue
+        is_finite[index] = picks.is_finite[rows].all()
+        if not is_finite[index]:
+            paths.append(np.empty(0, dtype=np.int64))
+            tokens.append(np.empty(0, dtype=np.int64))
+            continue
+        nodes = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
+        draft_ids = drafts.token_ids[nodes]
+        dist_ids = None if drafts.dist_ids is None else drafts.dist_ids[nodes]
+        rule = _CLASSICAL[segment.request.speculation.verification]
+        path, token = rule(
+            draft_ids,
+            drafts.parents[nodes],
+            probs(target.logits[rows], params.rows(rows)),
+            drafts.draft_probs,
+            dist_ids,
+            _coins(segment.request.seed, segment.root_position + 1, 1 + len(draft_ids)),
+        )
+        path = np.asarray(path, dtype=np.int64)
+        paths.append(path)
+        tokens.append(np.append(draft_ids[path - 1], token))
+    return Verdict(
+        np.concatenate(paths),
+        _offsets(paths),
+        np.concatenate(tokens),
+        _offsets(tokens),
+        is_finite,
+    )
+
+
+def _offsets(parts: list[Int64Array]) -> Int64Array:
+    return np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+
+
+def _coins(seed: int, position: int, num_rows: int) -> Coins:
+    """Coins of one request in one step: functions of seed, stream, position and row."""
+    at = np.array([position], dtype=np.int64)
+    first = np.zeros(1, dtype=np.int64)
+    return Coins(
+        accept=units(seed, Stream.ACCEPT, at, np.arange(num_rows, dtype=np.int64))[0],
+        recover=float(units(seed, Stream.RECOVER, at, first)[0, 0]),
+        bonus=float(units(seed, Stream.BONUS, at, first)[0, 0]),
+    )

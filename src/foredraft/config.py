@@ -46,7 +46,9 @@ class EngineConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed is one of {', '.join(DTYPES)}.")
         if not isinstance(self.device, str) or not self.device:
-            raise ConfigError(f"device is {self.device!r}; allowed is 'auto', 'cpu' or 'cuda[:index]'.")
+            raise ConfigError(
+                f"device is {self.device!r}; allowed is 'auto', 'cpu' or 'cuda[:index]'."
+            )
         for name in ("max_num_requests", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)
             if value is None and name == "max_model_len":

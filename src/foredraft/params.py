@@ -84,7 +84,9 @@ class SamplingParams:
                 f"top_k is {self.top_k}; allowed is an integer of 0 or more. Use 0 to keep all."
             )
         if self.seed is not None:
-            seed = _integer("seed", self.seed, "an integer in [0, 2**63)", "Leave it out for a random one.")
+            seed = _integer(
+                "seed", self.seed, "an integer in [0, 2**63)", "Leave it out for a random one."
+            )
             if not 0 <= seed < 2**63:
                 raise InvalidRequestError(
                     f"seed is {seed}; allowed is an integer in [0, 2**63). Leave it out for a random one."
@@ -96,7 +98,9 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"max_tokens is {self.max_tokens}; allowed is {allowed}. {advice}"
                 )
-        if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(self.stop_token_ids, "__iter__"):
+        if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(
+            self.stop_token_ids, "__iter__"
+        ):
             raise InvalidRequestError(
                 f"stop_token_ids is {self.stop_token_ids!r}; allowed is a sequence of token ids."
             )
@@ -107,7 +111,9 @@ class SamplingParams:
                 )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError(f"ignore_eos is {self.ignore_eos!r}; allowed is True or False.")
+            raise InvalidRequestError(
+                f"ignore_eos is {self.ignore_eos!r}; allowed is True or False."
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -144,7 +150,9 @@ class SpeculationParams:
         advice = "Use 0 for plain decoding."
         num = _integer("num_speculative_tokens", self.num_speculative_tokens, allowed, advice)
         if not 0 <= num <= MAX_SPECULATIVE_TOKENS:
-            raise InvalidRequestError(f"num_speculative_tokens is {num}; allowed is {allowed}. {advice}")
+            raise InvalidRequestError(
+                f"num_speculative_tokens is {num}; allowed is {allowed}. {advice}"
+            )
         if self.verification not in VERIFICATIONS:
             raise InvalidRequestError(
                 f"verification is {self.verification!r}; allowed is one of {', '.join(VERIFICATIONS)}. "

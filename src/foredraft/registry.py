@@ -29,7 +29,9 @@ def check_method(name: str) -> None:
     if name == PLAIN or name in METHODS:
         return
     module, _, attribute = name.partition(":")
-    if not (module and attribute.isidentifier() and all(p.isidentifier() for p in module.split("."))):
+    if not (
+        module and attribute.isidentifier() and all(p.isidentifier() for p in module.split("."))
+    ):
         raise InvalidRequestError(
             f"method is {name!r}; allowed is one of {', '.join(method_names())}, or 'module:Class' for "
             "a drafter of your own. Choose one of these."
@@ -45,7 +47,9 @@ def drafter_class(name: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
         if name in METHODS:
-            raise MissingExtraError(f"method {name!r} needs the package {error.name!r}; install it.") from error
+            raise MissingExtraError(
+                f"method {name!r} needs the package {error.name!r}; install it."
+            ) from error
         raise InvalidRequestError(
             f"method is {name!r}, but there is no module {error.name!r}; put it on the Python path."
         ) from error

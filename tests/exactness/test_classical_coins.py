@@ -196,6 +196,7 @@ def test_equals_the_reference(name: str, fast: Any, slow: Any) -> None:
 
 
 @EVERY_RULE
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_equals_the_reference_on_tensors(
     name: str, fast: Any, slow: Any, dtype: torch.dtype
@@ -204,6 +205,7 @@ def test_equals_the_reference_on_tensors(
     for number in range(600):
         case = random_instance(rng, is_chain=name == "block")
         case = as_tables(case, lambda table: torch.from_numpy(table).to(dtype))
+        case.token_ids.flags.writeable = case.parents.flags.writeable = False
         before = case.target_probs.clone()
         assert fast(case) == slow(as_tables(case, lambda table: table.double().numpy())), number
         assert torch.equal(case.target_probs, before)
@@ -286,6 +288,18 @@ def test_greedy_target_accepts_its_argmax_only() -> None:
         case = replace(chain(token_ids, coins([0.999, 0.999])), target_probs=target)
         for rule in (run_rejection, run_block, run_traversal):
             assert rule(case) == verdict
+
+
+@pytest.mark.parametrize("rule", [run_rejection, run_traversal])
+def test_siblings_beyond_the_support_are_passed_over(rule: Callable[[Instance], Verdict]) -> None:
+    """Two tokens have mass, five children came: the last three were never drawn."""
+    parents, dist_ids = np.zeros(5, dtype=np.int64), np.zeros(5, dtype=np.int64)
+    target = np.tile([0.1, 0.2, 0.7], (6, 1))
+    draft = np.array([[0.5, 0.5, 0.0]])
+    uniforms = coins([0.9, 0.9, 0.0, 0.0, 0.0], recover=0.0)
+    case = Instance(np.array([0, 1, 2, 2, 0]), parents, target, draft, dist_ids, uniforms, False)
+    with np.errstate(all="raise"):
+        assert rule(case) == ((), 2)
 
 
 @pytest.mark.parametrize(

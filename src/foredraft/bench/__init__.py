@@ -1,0 +1,1 @@
+"""Measured ratios, each against its baseline in the same run."""

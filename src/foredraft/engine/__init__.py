@@ -1,0 +1,1 @@
+"""The loop and the front door in Python."""

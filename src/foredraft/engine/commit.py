@@ -51,7 +51,9 @@ def commit(
                 Delta(segment.request.request_id, (), 0, finish_reason="error", error=_NON_FINITE)
             )
             continue
-        token_ids = verdict.token_ids[verdict.token_offsets[index] : verdict.token_offsets[index + 1]]
+        token_ids = verdict.token_ids[
+            verdict.token_offsets[index] : verdict.token_offsets[index + 1]
+        ]
         path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
         num_kept, reason = _stop(state, token_ids)
         token_ids, path = token_ids[:num_kept], path[:num_kept]

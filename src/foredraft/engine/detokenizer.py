@@ -25,7 +25,9 @@ class Detokenizer:
         skip_special_tokens: Leave special tokens (end of sequence, roles) out of the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True
+    ) -> None:
         """Start with no text."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -40,7 +42,9 @@ class Detokenizer:
         self._ids.extend(token_ids)
         given = self._decode(self._window, self._num_read)
         end = len(self._ids)
-        for end in range(len(self._ids), max(self._num_read, len(self._ids) - 1 - _MOST_PENDING), -1):
+        for end in range(
+            len(self._ids), max(self._num_read, len(self._ids) - 1 - _MOST_PENDING), -1
+        ):
             text = self._decode(self._window, end)
             if not text.endswith(_REPLACEMENT):
                 break

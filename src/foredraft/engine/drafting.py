@@ -13,7 +13,15 @@ from foredraft.drafters.base import DrafterContext
 from foredraft.errors import InvalidRequestError
 from foredraft.registry import PLAIN, drafter_class
 from foredraft.tree import tree
-from foredraft.types import Budgets, DraftBatch, Int64Array, Request, StepPlan, TargetOutput, Verdict
+from foredraft.types import (
+    Budgets,
+    DraftBatch,
+    Int64Array,
+    Request,
+    StepPlan,
+    TargetOutput,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
@@ -127,7 +135,9 @@ def _problems(
     problems: dict[int, str] = {}
     num_nodes = batch.num_nodes
     for index in np.nonzero(num_nodes > budgets.max_nodes)[0]:
-        problems[int(index)] = f"has {num_nodes[index]} nodes on a budget of {budgets.max_nodes[index]}"
+        problems[int(index)] = (
+            f"has {num_nodes[index]} nodes on a budget of {budgets.max_nodes[index]}"
+        )
     is_outside = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)
     for node in np.nonzero(is_outside)[0]:
         index = int(np.searchsorted(batch.offsets, node, side="right")) - 1

@@ -232,7 +232,9 @@ def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.
             "of integer token ids."
         )
     if ids.size == 0:
-        raise InvalidRequestError("the prompt is empty; allowed is one token or more. Give it some text.")
+        raise InvalidRequestError(
+            "the prompt is empty; allowed is one token or more. Give it some text."
+        )
     is_outside = (ids < 0) | (ids >= target.vocab_size)
     if is_outside.any():
         place = int(np.argmax(is_outside))

@@ -61,6 +61,7 @@ class StreamChunk:
 
     Attributes:
         text: Text that this step completed; may be empty.
+        pieces: The same text in pieces, each with whether its last token was an accepted draft token.
         token_ids: Tokens that this step emitted.
         num_accepted: How many of them, from the first, were draft tokens.
         finish_reason: ``None`` while it runs.
@@ -68,6 +69,7 @@ class StreamChunk:
     """
 
     text: str
+    pieces: tuple[tuple[str, bool], ...]
     token_ids: tuple[int, ...]
     num_accepted: int
     finish_reason: str | None = None
@@ -137,7 +139,9 @@ class LLM:
         samplings = _for_each(sampling, SamplingParams, len(every), "sampling")
         speculations = _for_each(speculation, SpeculationParams, len(every), "speculation")
         runs: list[_Run | RequestOutput] = []
-        for prompt, one_sampling, one_speculation in zip(every, samplings, speculations, strict=True):
+        for prompt, one_sampling, one_speculation in zip(
+            every, samplings, speculations, strict=True
+        ):
             try:
                 runs.append(self._start(prompt, one_sampling, one_speculation))
             except ForedraftError as error:
@@ -198,7 +202,9 @@ class LLM:
                 raise InvalidRequestError("the prompt is empty; allowed is any text. Give it some.")
             ids = self._need_tokenizer()(prompt)["input_ids"]
             if not ids:
-                raise InvalidRequestError(f"the prompt {prompt!r} gives no token; give it some text.")
+                raise InvalidRequestError(
+                    f"the prompt {prompt!r} gives no token; give it some text."
+                )
             return np.asarray(ids, dtype=np.int64)
         items = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
@@ -213,13 +219,17 @@ class LLM:
                 "prompt as a text (without --chat), or use an instruct model."
             )
         for message in messages:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            if not isinstance(message.get("role"), str) or not isinstance(
+                message.get("content"), str
+            ):
                 raise InvalidRequestError(
                     f"a chat message is {message!r}; allowed is a mapping with the strings 'role' and "
                     "'content'."
                 )
         try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
         except Exception as error:  # noqa: BLE001 - templates raise what they like
             raise InvalidRequestError(
                 f"the chat template refused the messages ({error}); check their roles and order."
@@ -244,9 +254,14 @@ class LLM:
             while run.output is None:
                 for delta in self.engine.step():
                     if delta.request_id == run.request_id:
-                        text = run.take(delta)
+                        pieces = run.take(delta, token_by_token=True)
                         yield StreamChunk(
-                            text, delta.token_ids, delta.num_accepted, delta.finish_reason, run.output
+                            "".join(text for text, _ in pieces),
+                            tuple(pieces),
+                            delta.token_ids,
+                            delta.num_accepted,
+                            delta.finish_reason,
+                            run.output,
                         )
         finally:
             if run.output is None:
@@ -264,15 +279,21 @@ class _Run:
         self.max_tokens: int = state.request.max_tokens
         self.output: RequestOutput | None = None
 
-    def take(self, delta: Delta) -> str:
-        """Add what a step did; return the text it completed."""
+    def take(self, delta: Delta, token_by_token: bool = False) -> list[tuple[str, bool]]:
+        """Add what a step did; return the text it completed, in pieces, and which were drafted."""
         shown = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids
-        text = ""
+        pieces: list[tuple[str, bool]] = []
         if self._detokenizer is not None:
-            text = self._detokenizer.push(shown)
+            if token_by_token:
+                for index, token_id in enumerate(shown):
+                    is_draft = index < delta.num_accepted
+                    pieces.append((self._detokenizer.push([token_id]), is_draft))
+            else:
+                pieces.append((self._detokenizer.push(shown), False))
             if delta.finish_reason is not None:
-                text += self._detokenizer.flush()
-        self._text.append(text)
+                pieces.append((self._detokenizer.flush(), False))
+        pieces = [piece for piece in pieces if piece[0]]
+        self._text.extend(text for text, _ in pieces)
         if delta.finish_reason is not None:
             request = self._state.request
             self.output = RequestOutput(
@@ -286,7 +307,7 @@ class _Run:
                 stats=self._state.stats,
                 error=delta.error,
             )
-        return text
+        return pieces
 
     def finished(self) -> RequestOutput:
         """Return the output of a run that has ended."""
@@ -336,7 +357,13 @@ class _bar:  # noqa: N801 - used like a function
         if not self._is_shown:
             return lambda delta: None
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         self._progress = Progress(
             TextColumn("[progress.description]{task.description}"),

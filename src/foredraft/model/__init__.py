@@ -1,0 +1,1 @@
+"""The target: loading, attention, keys and values, the one pass."""

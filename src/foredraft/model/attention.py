@@ -111,7 +111,9 @@ def attend_folded(
         [B, num_kv_heads, group * n, value_dim].
     """
     if options.softcap is None and options.sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.scaling)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=options.scaling
+        )
     scores = torch.matmul(query, key.transpose(-1, -2)) * options.scaling
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap

@@ -90,7 +90,9 @@ def _convert(file: Path, dtype: torch.dtype, folder: Path) -> None:
     location: dict[str, Any] = {"gguf_file": file.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **location)
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **location)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), dtype=torch.float32, **location
+        )
     except Exception as error:  # noqa: BLE001 - readers of broken files raise every kind there is
         raise ModelLoadError(
             f"{file} cannot be converted ({type(error).__name__}: {_first_line(error)}); it is damaged, or of "

@@ -126,7 +126,10 @@ class ContiguousKVCache:
 
 def row_bytes(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values over ``layers``."""
-    return sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
+    return (
+        sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+        * dtype.itemsize
+    )
 
 
 class _Store:
@@ -137,7 +140,9 @@ class _Store:
         self._map: mmap.mmap | None = None
         self._slot_bytes = num_elements * dtype.itemsize // shape[0]
         if device.type == "cpu" and sys.platform == "linux":
-            self._map = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(
+                -1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
             flat = torch.frombuffer(self._map, dtype=dtype)
             self.tensor = flat.view(shape)
         else:

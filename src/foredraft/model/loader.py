@@ -293,7 +293,9 @@ def _load_tokenizer(source: str) -> PreTrainedTokenizerBase | None:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # noqa: BLE001 - a folder without one raises any of several kinds
-        _LOG.info("no tokenizer in %s (%s); prompts must be token ids", source, type(error).__name__)
+        _LOG.info(
+            "no tokenizer in %s (%s); prompts must be token ids", source, type(error).__name__
+        )
         return None
     return tokenizer
 

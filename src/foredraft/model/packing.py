@@ -88,7 +88,8 @@ class PackedPass:
         self._dtype = dtype
         self._plan = plan
         self._trees = [
-            drafts.parents[drafts.offsets[i] : drafts.offsets[i + 1]] for i in range(len(plan.segments))
+            drafts.parents[drafts.offsets[i] : drafts.offsets[i + 1]]
+            for i in range(len(plan.segments))
         ]
         ids, positions, kv_rows, wanted = [], [], [], []
         row_offsets = [0]

@@ -1,0 +1,1 @@
+"""From logits to tokens: processed logits, position-keyed noise, the target's pick."""

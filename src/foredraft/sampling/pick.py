@@ -82,7 +82,10 @@ def _as_picks(out: NDArray[np.int64]) -> Picks:
 
 
 def pick_slowly(
-    logits: NDArray[np.float32], params: RowParams, seeds: NDArray[np.int64], positions: NDArray[np.int64]
+    logits: NDArray[np.float32],
+    params: RowParams,
+    seeds: NDArray[np.int64],
+    positions: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Plain twin of :func:`pick` for finite logits: whole noise vectors and one argmax a row."""
     from foredraft.sampling.processors import cuts_by_sorting
@@ -110,7 +113,9 @@ def _pick_torch(
         is_drawn = (temperature > 0)[:, None]
         keys = position_keys(seeds, positions, Stream.PICK).view(np.int64)
         tokens = torch.arange(logits.shape[1], device=logits.device)
-        noise = -torch.log(-torch.log1p(-units_torch(torch.from_numpy(keys).to(logits.device), tokens)))
+        noise = -torch.log(
+            -torch.log1p(-units_torch(torch.from_numpy(keys).to(logits.device), tokens))
+        )
         drawn = scores / torch.where(temperature > 0, temperature, 1.0)[:, None] + noise
         cut = cuts(torch.where(is_finite[:, None], logits, 0.0), params)
         drawn = drawn.masked_fill(logits < cut[:, None], -torch.inf)

@@ -234,6 +234,11 @@ def _cuts_cpu(logits: torch.Tensor, params: RowParams) -> Float32Array:
         else:
             weights = np.empty(0, dtype=np.float32)
         out[row] = _row_cut(
-            line.numpy(), weights, temperature, params.top_k[row], params.top_p[row], params.min_p[row]
+            line.numpy(),
+            weights,
+            temperature,
+            params.top_k[row],
+            params.top_p[row],
+            params.min_p[row],
         )
     return out

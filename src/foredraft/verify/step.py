@@ -49,7 +49,9 @@ def _pick_positions(plan: StepPlan, drafts: DraftBatch, num_rows: Int64Array) ->
     from foredraft.tree.tree import depths
 
     parts = [
-        segment.root_position + 1 + depths(drafts.parents[drafts.offsets[i] : drafts.offsets[i + 1]])
+        segment.root_position
+        + 1
+        + depths(drafts.parents[drafts.offsets[i] : drafts.offsets[i + 1]])
         for i, segment in enumerate(plan.segments)
         if num_rows[i]
     ]
@@ -71,7 +73,9 @@ def _verify_classical(
     for index, segment in enumerate(plan.segments):
         rows = slice(int(target.offsets[index]), int(target.offsets[index + 1]))
         if not is_classical[index] or rows.start == rows.stop:
-            paths.append(verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]])
+            paths.append(
+                verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
+            )
             tokens.append(
                 verdict.token_ids[verdict.token_offsets[index] : verdict.token_offsets[index + 1]]
             )

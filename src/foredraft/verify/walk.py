@@ -52,7 +52,11 @@ def walk(drafts: DraftBatch, picks: Picks, row_offsets: Int64Array) -> Verdict:
         is_finite,
     )
     return Verdict(
-        path[: path_offsets[-1]], path_offsets, token_ids[: token_offsets[-1]], token_offsets, is_finite
+        path[: path_offsets[-1]],
+        path_offsets,
+        token_ids[: token_offsets[-1]],
+        token_offsets,
+        is_finite,
     )
 
 

@@ -1,0 +1,38 @@
+"""``foredraft bench``: measured ratios, each against its baseline in the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foredraft.errors import InvalidRequestError
+
+_BENCHES = ("decode",)
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="Which: decode.")],
+    model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 7,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
+) -> None:
+    """Run a benchmark; the last line of its output is one JSON object.
+
+    Example:
+
+      foredraft bench decode
+    """
+    if name not in _BENCHES:
+        raise InvalidRequestError(f"bench is {name!r}; allowed is one of {', '.join(_BENCHES)}.")
+    if rounds < 1:
+        raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
+    from foredraft.bench.decode import run
+
+    report = run(model, rounds)
+    line = json.dumps(report)
+    if out is not None:
+        out.write_text(line + "\n", encoding="utf-8")
+    typer.echo(line)

@@ -1,0 +1,165 @@
+"""The target pass against Transformers' own forward, and the cache against a fresh prefill."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from foredraft.engine.commit import _keep_path
+from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.runner import Runner
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.tree.tree import ancestors
+from foredraft.types import DraftBatch, Request, Segment, StepPlan
+from tests.tiny import CONTEXT, FAMILIES, VOCAB, family_model, family_target
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+
+
+class _Sequence:
+    """One request driven by hand through the runner."""
+
+    def __init__(self, runner: Runner, name: str, prompt: np.ndarray) -> None:
+        self.runner = runner
+        self.slot = runner.cache.allocate()
+        self.ids = prompt
+        self.num_cached = 0
+        self.request = Request(
+            name, prompt, SamplingParams(), SpeculationParams(), 0, CONTEXT, frozenset()
+        )
+
+    def segment(self, num_rows: int | None = None) -> Segment:
+        left = len(self.ids) - self.num_cached
+        num_rows = left if num_rows is None else min(num_rows, left)
+        is_decode = self.num_cached > 0 and left == 1
+        return Segment(self.request, self.ids, self.slot, self.num_cached, num_rows, is_decode)
+
+    def commit(self, tokens: np.ndarray, path: np.ndarray, last: int) -> None:
+        root = len(self.ids) - 1
+        _keep_path(self.runner.cache, self.slot, root, path)
+        self.num_cached = root + 1 + len(path)
+        self.ids = np.concatenate([self.ids, tokens[path - 1], [last]])
+
+
+def _drafts(trees: list[tuple[np.ndarray, np.ndarray]]) -> DraftBatch:
+    sizes = [len(tokens) for tokens, _ in trees]
+    return DraftBatch(
+        np.concatenate([t for t, _ in trees]).astype(np.int64),
+        np.concatenate([p for _, p in trees]).astype(np.int64),
+        np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+    )
+
+
+def _random_tree(rng: np.random.Generator, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    parents = np.array([rng.integers(0, k + 1) for k in range(num_nodes)], dtype=np.int64)
+    return rng.integers(0, VOCAB, num_nodes), parents
+
+
+def _path_to(parents: np.ndarray, row: int) -> np.ndarray:
+    seen = np.nonzero(ancestors(parents)[row])[0]
+    return seen[seen > 0]
+
+
+def _expected(model: torch.nn.Module, ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Transformers' own logits after ``ids``."""
+    return model(torch.from_numpy(ids)[None]).logits[0, -1].to(dtype)
+
+
+def _assert_cache_is_fresh(runner: Runner, sequence: _Sequence, tolerance: float) -> None:
+    fresh = _Sequence(runner, "fresh", sequence.ids[: sequence.num_cached])
+    runner.forward(StepPlan((fresh.segment(),)), DraftBatch.empty(1))
+    for layer in range(len(runner.cache.layers)):
+        for store in (runner.cache.keys(layer), runner.cache.values(layer)):
+            ours = store[sequence.slot, : sequence.num_cached]
+            theirs = store[fresh.slot, : sequence.num_cached]
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    runner.cache.free(fresh.slot)
+
+
+_MIXTURES = {"mixtral", "gpt_oss"}  # PyTorch's grouped matrix product has no float64
+_CASES = [(f, torch.float32) for f in FAMILIES] + [
+    (f, torch.float64) for f in FAMILIES if f not in _MIXTURES
+]
+
+
+@pytest.mark.parametrize(("family", "dtype"), _CASES)
+@torch.inference_mode()
+def test_logits_and_cache_equal_a_fresh_prefill(family: str, dtype: torch.dtype) -> None:
+    """Chunks, decode rows and trees of four ragged requests in one pass, commit after commit."""
+    rng = np.random.default_rng(7)
+    tolerance = TOLERANCE[dtype]
+    logit_tolerance = max(tolerance, 5e-6)  # logits are handed out in float32
+    own = family_model(family, dtype)
+    target = family_target(family, dtype)
+    cache = ContiguousKVCache(target.layers, 6, CONTEXT, dtype, target.device)
+    runner = Runner(target, cache)
+    sequences = [
+        _Sequence(runner, str(i), rng.integers(0, VOCAB, length))
+        for i, length in enumerate((1, 3, 17, 40))
+    ]
+    trees_seen = 0
+    for step in range(8):
+        # One sequence gets its prompt in chunks of seven, so chunks and trees share a pass.
+        plan, trees, rows = [], [], []
+        for index, sequence in enumerate(sequences):
+            segment = sequence.segment(7 if index == 3 else None)
+            num_nodes = int(rng.integers(0, 7)) if segment.is_decode else 0
+            plan.append(segment)
+            trees.append(_random_tree(rng, num_nodes))
+            trees_seen += num_nodes > 1
+            rows.append(num_nodes + 1 if segment.wants_pick else 0)
+        order = sorted(range(len(plan)), key=lambda i: (not plan[i].is_decode, plan[i].slot))
+        output = runner.forward(
+            StepPlan(tuple(plan[i] for i in order)), _drafts([trees[i] for i in order])
+        )
+        assert np.diff(output.offsets).tolist() == [rows[i] for i in order]
+        for place, index in enumerate(order):
+            sequence, (tokens, parents) = sequences[index], trees[index]
+            if not rows[index]:
+                sequence.num_cached += plan[index].num_rows
+                continue
+            logits = output.logits[output.offsets[place] : output.offsets[place + 1]]
+            for row in range(rows[index]):
+                ids = np.concatenate([sequence.ids, tokens[_path_to(parents, row) - 1]])
+                expected = _expected(own, ids, torch.float32)
+                torch.testing.assert_close(
+                    logits[row], expected, rtol=logit_tolerance, atol=logit_tolerance
+                )
+            accepted = int(rng.integers(0, rows[index]))
+            sequence.commit(tokens, _path_to(parents, accepted), int(rng.integers(0, VOCAB)))
+            if step in (1, 4, 7):
+                _assert_cache_is_fresh(runner, sequence, tolerance)
+    assert trees_seen > 5
+
+
+@torch.inference_mode()
+def test_hidden_states_are_transformers_own() -> None:
+    rng = np.random.default_rng(3)
+    own, target = family_model("llama"), family_target("llama")
+    cache = ContiguousKVCache(target.layers, 2, CONTEXT, torch.float32, target.device)
+    runner = Runner(target, cache, hidden_layers=(0, 1, 2))
+    sequence = _Sequence(runner, "0", rng.integers(0, VOCAB, 9))
+    output = runner.forward(StepPlan((sequence.segment(),)), DraftBatch.empty(1))
+    expected = own(torch.from_numpy(sequence.ids)[None], output_hidden_states=True).hidden_states
+    for layer in (0, 1, 2):
+        torch.testing.assert_close(
+            output.hidden_states[layer], expected[layer][0], rtol=1e-4, atol=1e-4
+        )
+    assert output.row_offsets.tolist() == [0, 9]
+
+
+@torch.inference_mode()
+def test_logits_are_made_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = family_target("llama")
+    cache = ContiguousKVCache(target.layers, 2, CONTEXT, torch.float32, target.device)
+    rows_seen = []
+    target.model.lm_head.register_forward_hook(
+        lambda m, args, out: rows_seen.append(args[0].shape[1])
+    )
+    runner = Runner(target, cache)
+    sequence = _Sequence(runner, "0", np.arange(20) + 5)
+    runner.forward(StepPlan((sequence.segment(12),)), DraftBatch.empty(1))
+    sequence.num_cached = 12
+    runner.forward(StepPlan((sequence.segment(),)), DraftBatch.empty(1))
+    assert rows_seen == [0, 1]

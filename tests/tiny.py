@@ -1,0 +1,314 @@
+"""Small models, a byte tokenizer, scripted drafters and a slow decoder, shared by the tests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from foredraft.config import EngineConfig
+from foredraft.drafters.base import Drafter, DrafterContext, Needs
+from foredraft.engine.engine import Engine
+from foredraft.model.loader import Target, prepare_target
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.sampling.noise import gumbel
+from foredraft.sampling.pick import pick_slowly
+from foredraft.sampling.processors import RowParams
+from foredraft.types import Budgets, DraftBatch, Segment, StepPlan
+
+VOCAB = 160
+CONTEXT = 256
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def family_config(family: str) -> Any:
+    """Config of a tiny random model of a family."""
+    import transformers as tf
+
+    common = dict(_COMMON)
+    if family == "llama":
+        return tf.LlamaConfig(**common)
+    if family == "mistral":
+        return tf.MistralConfig(**common, sliding_window=8)
+    if family == "qwen2":
+        return tf.Qwen2Config(**common)
+    if family == "qwen3":
+        return tf.Qwen3Config(**common, head_dim=16)
+    if family == "gemma2":
+        layers = ["sliding_attention", "full_attention"]
+        return tf.Gemma2Config(
+            **common,
+            head_dim=16,
+            sliding_window=8,
+            layer_types=layers,
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=5.0,
+        )
+    if family == "gemma3":
+        common["num_hidden_layers"] = 3
+        layers = ["sliding_attention", "sliding_attention", "full_attention"]
+        return tf.Gemma3TextConfig(
+            **common, head_dim=16, sliding_window=8, layer_types=layers, query_pre_attn_scalar=16
+        )
+    if family == "phi3":
+        return tf.Phi3Config(**common)
+    if family == "olmo2":
+        return tf.Olmo2Config(**common)
+    if family == "gpt_neox":
+        del common["num_key_value_heads"]
+        return tf.GPTNeoXConfig(**common)
+    if family == "mixtral":
+        return tf.MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2)
+    if family == "gpt_oss":
+        layers = ["sliding_attention", "full_attention"]
+        return tf.GptOssConfig(
+            **common,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            layer_types=layers,
+        )
+    if family == "gpt2":
+        return tf.GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=CONTEXT,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    raise ValueError(family)
+
+
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt_neox", "mixtral",
+    "gpt_oss", "gpt2",
+)  # fmt: skip
+
+
+def family_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A tiny random Transformers model; the same weights for the same seed."""
+    import transformers as tf
+
+    torch.manual_seed(seed)
+    model = tf.AutoModelForCausalLM.from_config(
+        family_config(family), dtype=dtype, attn_implementation="eager"
+    )
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:  # they start uninitialised or at zero, which would hide them
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
+def family_target(
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Target:
+    """A tiny random target, context 256, end-of-sequence id 2."""
+    return prepare_target(family, family_model(family, dtype, seed), None, CONTEXT)
+
+
+class TableModel:
+    """A target whose logits are a table indexed by the row's own token: exact probabilities.
+
+    Args:
+        table: float32 [V, V], row = last token.
+    """
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = torch.from_numpy(table.astype(np.float32))
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+def table_target(table: np.ndarray) -> Target:
+    """A target made of a table; no layers, no cache, no tokenizer, no end-of-sequence id."""
+    return Target(
+        "table", TableModel(table), None, (), len(table), CONTEXT, frozenset(), torch.float32,
+        torch.device("cpu"), False,
+    )  # fmt: skip
+
+
+def engine(target: Target, drafters: dict[str, Drafter] | None = None, **options: Any) -> Engine:
+    """An engine over a tiny target."""
+    options = {"kv_cache_gb": 0.25, "max_num_requests": 8, **options}
+    return Engine(EngineConfig(**options), target, drafters)
+
+
+def run(
+    the_engine: Engine,
+    prompts: list[list[int]],
+    sampling: SamplingParams | list[SamplingParams],
+    speculation: SpeculationParams | list[SpeculationParams],
+    arrivals: list[int] | None = None,
+) -> list[list[int]]:
+    """Run prompts to the end, each queued before step ``arrivals[i]``; return the output ids."""
+    states, step = {}, 0
+    waiting = sorted(enumerate(arrivals or [0] * len(prompts)), key=lambda pair: pair[1])
+    while waiting or the_engine.has_work:
+        while waiting and waiting[0][1] <= step:
+            index, _ = waiting.pop(0)
+            one = sampling if isinstance(sampling, SamplingParams) else sampling[index]
+            other = (
+                speculation if isinstance(speculation, SpeculationParams) else speculation[index]
+            )
+            name = the_engine.add(prompts[index], one, other)
+            states[index] = the_engine.request_state(name)
+        the_engine.step()
+        step += 1
+    return [states[index].output_ids.tolist() for index in range(len(prompts))]
+
+
+@torch.inference_mode()
+def decode_slowly(
+    model: Any, prompt: list[int], sampling: SamplingParams, eos_ids: set[int] = frozenset({2})
+) -> tuple[list[int], float]:
+    """Plain decoding by whole forward passes without a cache, and Transformers' own attention.
+
+    Returns the tokens, and the smallest lead of a winning score over the next (for near ties).
+    """
+    ids, least_lead = list(prompt), float("inf")
+    params = RowParams.of([sampling], np.array([1]))
+    seeds = np.array([sampling.seed or 0])
+    tokens = np.arange(model.config.get_text_config().vocab_size)
+    for _ in range(sampling.max_tokens or CONTEXT):
+        logits = model(torch.tensor([ids])).logits[0, -1:].float().numpy()
+        token = int(pick_slowly(logits, params, seeds, np.array([len(ids)]))[0])
+        scores = logits[0].astype(np.float64)
+        if not sampling.is_greedy:
+            noise = gumbel(sampling.seed or 0, np.array([len(ids)]), tokens)[0]
+            scores = scores / sampling.temperature + noise
+        best = np.sort(scores)[-2:]
+        least_lead = min(least_lead, best[1] - best[0])
+        ids.append(token)
+        if token in eos_ids and not sampling.ignore_eos:
+            break
+    return ids[len(prompt) :], least_lead
+
+
+class ScriptDrafter(Drafter):
+    """Drafts from known texts, spoiled on purpose.
+
+    Kinds: ``right`` drafts what will come; ``half`` spoils each node with chance 1/2; ``wrong``
+    spoils all; ``random`` draws tokens; ``noise`` sees the target's noise and drafts the tokens it
+    favours most; ``against`` sees the noise and the text and drafts whatever else scores best;
+    ``first:k`` drafts ``k`` right tokens and then wrong ones. With ``width`` above 1 every node gets
+    siblings, the right token among them at a random place.
+
+    Args:
+        kind: See above.
+        texts: Whole texts (prompt and output), found by prefix.
+        width: Children of a node.
+        seed: Of spoiling and of random shapes.
+        ragged: Draft a random number of nodes up to the budget.
+    """
+
+    Config = dict
+    needs = Needs()
+
+    def __init__(
+        self,
+        kind: str,
+        texts: list[list[int]],
+        width: int = 1,
+        seed: int = 0,
+        ragged: bool = False,
+        vocab_size: int = VOCAB,
+    ) -> None:
+        self._kind = kind
+        self._texts = texts
+        self._width = width
+        self._rng = np.random.default_rng(seed)
+        self._ragged = ragged
+        self._vocab_size = vocab_size
+        self.forgotten: list[str] = []
+
+    def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
+        token_ids: list[int] = []
+        parents: list[int] = []
+        offsets = [0]
+        for segment, budget in zip(plan.segments, budgets.max_nodes.tolist(), strict=True):
+            if self._ragged:
+                budget = int(self._rng.integers(0, budget + 1))
+            tokens, tree = self._tree(segment, budget)
+            token_ids += tokens
+            parents += tree
+            offsets.append(len(token_ids))
+        return DraftBatch(
+            np.array(token_ids, dtype=np.int64),
+            np.array(parents, dtype=np.int64),
+            np.array(offsets, dtype=np.int64),
+        )
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+    def _tree(self, segment: Segment, budget: int) -> tuple[list[int], list[int]]:
+        """Grow along the true text; every node on it gets ``width`` children while nodes last."""
+        width = self._width if segment.request.speculation.allows_trees else 1
+        tokens: list[int] = []
+        parents: list[int] = []
+        row, depth = 0, 1
+        while len(tokens) < budget:
+            right = self._right(segment, depth)
+            if right is None and self._kind == "right":
+                break  # the text ends here
+            children = self._children(segment, depth, right, min(width, budget - len(tokens)))
+            first = len(tokens) + 1
+            tokens += children
+            parents += [row] * len(children)
+            on_text = [i for i, token in enumerate(children) if token == right]
+            row = first + (on_text[0] if on_text else int(self._rng.integers(len(children))))
+            depth += 1
+        return tokens, parents
+
+    def _right(self, segment: Segment, depth: int) -> int | None:
+        known = segment.token_ids.tolist()
+        for text in self._texts:
+            if text[: len(known)] == known and len(known) + depth <= len(text):
+                return text[len(known) + depth - 1]
+        return None
+
+    def _children(self, segment: Segment, depth: int, right: int | None, count: int) -> list[int]:
+        rng, vocab_size = self._rng, self._vocab_size
+        others = rng.permutation(vocab_size).tolist()
+        if self._kind in ("noise", "against"):
+            position = np.array([len(segment.token_ids) + depth - 1])
+            noise = gumbel(segment.request.seed, position, np.arange(vocab_size))[0]
+            others = np.argsort(-noise).tolist()
+        others = [token for token in others if token != right]
+        if right is None or self._kind in ("wrong", "against"):
+            return others[:count]
+        if self._kind in ("random", "noise"):
+            return sorted([right, *others], key=lambda t: (others + [right]).index(t))[:count]
+        if self._kind == "half" and rng.random() < 0.5:
+            return others[:count]
+        if self._kind.startswith("first:") and depth > int(self._kind.split(":")[1]):
+            return others[:count]
+        place = int(rng.integers(count))
+        children = others[: count - 1]
+        children.insert(place, right)
+        return children
+
+
+def context() -> DrafterContext:
+    """The drafter context of the tiny models."""
+    return DrafterContext(vocab_size=VOCAB, max_model_len=CONTEXT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from foredraft.config import EngineConfig
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.engine.engine import Engine
+from foredraft.model.kv_cache import LayerShape
 from foredraft.model.loader import Target, prepare_target
 from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.sampling.noise import gumbel
+from foredraft.sampling.noise import Stream, gumbel
 from foredraft.sampling.pick import pick_slowly
 from foredraft.sampling.processors import RowParams
-from foredraft.types import Budgets, DraftBatch, Segment, StepPlan
+from foredraft.stats import RequestStats
+from foredraft.types import Budgets, Delta, DraftBatch, Segment, StepPlan
 
 VOCAB = 160
 CONTEXT = 256
@@ -139,12 +142,27 @@ class TableModel:
         return SimpleNamespace(logits=self.table[input_ids])
 
 
-def table_target(table: np.ndarray) -> Target:
-    """A target made of a table; no layers, no cache, no tokenizer, no end-of-sequence id."""
+def table_target(
+    table: np.ndarray, eos_ids: frozenset[int] = frozenset(), max_model_len: int = CONTEXT
+) -> Target:
+    """A target made of a table; no tokenizer, and a layer of 8 bytes a token that nobody writes."""
     return Target(
-        "table", TableModel(table), None, (), len(table), CONTEXT, frozenset(), torch.float32,
-        torch.device("cpu"), False,
+        "table", TableModel(table), None, (LayerShape(1, 1, 1),), len(table), max_model_len,
+        eos_ids, torch.float32, torch.device("cpu"), False,
     )  # fmt: skip
+
+
+def table_text(
+    table: np.ndarray, prompt: list[int], sampling: SamplingParams, num_tokens: int
+) -> list[int]:
+    """What a table target writes, stop rules aside: one slow pick after the other."""
+    ids = list(prompt)
+    params = RowParams.of([sampling], np.array([1]))
+    seeds = np.array([sampling.seed or 0])
+    for _ in range(num_tokens):
+        logits = np.ascontiguousarray(table[ids[-1]][None], dtype=np.float32)
+        ids.append(int(pick_slowly(logits, params, seeds, np.array([len(ids)]))[0]))
+    return ids[len(prompt) :]
 
 
 def engine(target: Target, drafters: dict[str, Drafter] | None = None, **options: Any) -> Engine:
@@ -175,6 +193,64 @@ def run(
         the_engine.step()
         step += 1
     return [states[index].output_ids.tolist() for index in range(len(prompts))]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of one request: what its deltas said, and its counters."""
+
+    ids: list[int]
+    finish_reason: str
+    stop_token_id: int | None
+    error: str | None
+    stats: RequestStats
+
+
+def run_to_end(
+    the_engine: Engine,
+    prompts: list[list[int]],
+    sampling: SamplingParams | list[SamplingParams],
+    speculation: SpeculationParams | list[SpeculationParams],
+) -> list[Ended]:
+    """Run prompts to the end, all queued at once; what every request's own deltas add up to."""
+    names, states = [], {}
+    for index, prompt in enumerate(prompts):
+        one = sampling if isinstance(sampling, SamplingParams) else sampling[index]
+        other = speculation if isinstance(speculation, SpeculationParams) else speculation[index]
+        names.append(the_engine.add(prompt, one, other))
+        states[names[-1]] = the_engine.request_state(names[-1])
+    ids: dict[str, list[int]] = {name: [] for name in names}
+    last: dict[str, Delta] = {}
+    while the_engine.has_work:
+        for delta in the_engine.step():
+            assert delta.request_id not in last, "nothing comes after the end"
+            ids[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                last[delta.request_id] = delta
+    for name in names:
+        assert states[name].output_ids.tolist() == ids[name]
+    return [
+        Ended(
+            ids[name],
+            str(last[name].finish_reason),
+            last[name].stop_token_id,
+            last[name].error,
+            states[name].stats,
+        )
+        for name in names
+    ]
+
+
+def row_params(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, num: int = 1
+) -> RowParams:
+    """The same sampling parameters for ``num`` rows."""
+    return RowParams(
+        np.full(num, temperature, dtype=np.float64),
+        np.full(num, top_k, dtype=np.int64),
+        np.full(num, top_p, dtype=np.float64),
+        np.full(num, min_p, dtype=np.float64),
+    )
 
 
 @torch.inference_mode()
@@ -312,3 +388,27 @@ class ScriptDrafter(Drafter):
 def context() -> DrafterContext:
     """The drafter context of the tiny models."""
     return DrafterContext(vocab_size=VOCAB, max_model_len=CONTEXT)
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _undo_mix64(x: int) -> int:
+    """Inverse of the SplitMix64 finaliser."""
+    x ^= (x >> 31) ^ (x >> 62)
+    x = (x * pow(0x94D049BB133111EB, -1, 1 << 64)) & _MASK
+    x ^= (x >> 27) ^ (x >> 54)
+    x = (x * pow(0xBF58476D1CE4E5B9, -1, 1 << 64)) & _MASK
+    return x ^ (x >> 30) ^ (x >> 60)
+
+
+def seed_for(bits: int, position: int, token_id: int, stream: Stream = Stream.PICK) -> int:
+    """A seed under which one token of one position has ``v = (bits + 1/2) * 2**-52``."""
+    for low in range(4096):
+        key = (_undo_mix64((bits << 12) | low) - _GOLDEN * (token_id + 1)) & _MASK
+        first = (_undo_mix64(key) - _GOLDEN * (position + 1)) & _MASK
+        seed = (_undo_mix64(first) - _GOLDEN * (int(stream) + 1)) & _MASK
+        if seed < 1 << 63:
+            return seed
+    raise AssertionError("half of all seeds are in range")

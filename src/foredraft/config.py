@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from foredraft.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,10 @@ class EngineConfig:
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed is one of {', '.join(DTYPES)}.")
-        if not isinstance(self.device, str) or not self.device:
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(
-                f"device is {self.device!r}; allowed is 'auto', 'cpu' or 'cuda[:index]'."
+                f"device is {self.device!r}; allowed is 'auto', 'cpu' or 'cuda[:index]'. Leave it "
+                "out for 'auto'."
             )
         for name in ("max_num_requests", "max_num_batched_tokens", "max_model_len"):
             value = getattr(self, name)

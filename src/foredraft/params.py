@@ -21,7 +21,12 @@ VERIFICATIONS = ("walk", "rejection", "block", "traversal")
 def _number(name: str, value: Any, allowed: str, advice: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequestError(f"{name} is {value!r}; allowed is {allowed}. {advice}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidRequestError(
+            f"{name} is an integer of {value.bit_length()} bits; allowed is {allowed}. {advice}"
+        ) from error
 
 
 def _integer(name: str, value: Any, allowed: str, advice: str) -> int:
@@ -104,12 +109,13 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"stop_token_ids is {self.stop_token_ids!r}; allowed is a sequence of token ids."
             )
+        # First of all: what can be read only once is read here.
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token_id in self.stop_token_ids:
             if _integer("stop_token_ids", token_id, "token ids of 0 or more", "Remove it.") < 0:
                 raise InvalidRequestError(
                     f"stop_token_ids holds {token_id}; allowed are token ids of 0 or more. Remove it."
                 )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(
                 f"ignore_eos is {self.ignore_eos!r}; allowed is True or False."

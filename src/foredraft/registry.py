@@ -44,7 +44,7 @@ def drafter_class(name: str) -> Any:
     path = METHODS.get(name, name)
     module_name, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        found = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
         if name in METHODS:
             raise MissingExtraError(
@@ -57,3 +57,9 @@ def drafter_class(name: str) -> Any:
         raise InvalidRequestError(
             f"method is {name!r}, but module {module_name!r} has no {attribute!r}; check the spelling."
         ) from error
+    if not isinstance(found, type) or not hasattr(found, "Config"):
+        raise InvalidRequestError(
+            f"method is {name!r}, but that is no drafter (a class derived from "
+            "foredraft.drafters.base.Drafter, with its Config); name one."
+        )
+    return found

@@ -24,6 +24,7 @@ class RequestStats:
     Attributes:
         num_prompt_tokens: Length of the prompt.
         num_tokens: Tokens emitted.
+        num_first_tokens: How many of these were the first of their request.
         num_verify_steps: Target passes in which it decoded.
         num_drafts: Of these, passes with a draft.
         num_draft_tokens: Draft tokens verified.
@@ -37,6 +38,7 @@ class RequestStats:
 
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    num_first_tokens: int = 0
     num_verify_steps: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -52,6 +54,7 @@ class RequestStats:
     def record_prefill(self, num_emitted: int) -> None:
         """Count a pass over a chunk of the prompt, and the token that the last one emits."""
         self.num_tokens += num_emitted
+        self.num_first_tokens += num_emitted
 
     def record_verify(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
         """Count one verify step: what was drafted, accepted and emitted, after every stop rule."""
@@ -80,9 +83,10 @@ class RequestStats:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens after the first per second of wall time after the first."""
+        """Tokens after the first (of each request) per second of wall time after the first."""
         seconds = self.elapsed_s - self.first_token_s
-        return (self.num_tokens - 1) / seconds if seconds > 0 and self.num_tokens > 1 else None
+        num_tokens = self.num_tokens - self.num_first_tokens
+        return num_tokens / seconds if seconds > 0 and num_tokens > 0 else None
 
     @property
     def acceptance_length(self) -> float | None:

@@ -159,7 +159,7 @@ class Verdict:
         token_ids: int64 [num_emitted], for each segment the accepted tokens and then one more.
         token_offsets: int64 [num_segments + 1].
         is_finite: bool [num_segments]; False where the target's logits were not finite, in which
-            case nothing is emitted for the segment.
+            case the segment emits the accepted tokens before that, if any, and no further one.
     """
 
     path: Int64Array

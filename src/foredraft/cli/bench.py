@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from foredraft.errors import InvalidRequestError
+from foredraft.model.source import find_source
 
 _BENCHES = ("decode",)
 
@@ -21,14 +22,17 @@ def bench(
 ) -> None:
     """Run a benchmark; the last line of its output is one JSON object.
 
-    Example:
-
-      foredraft bench decode
+    For example: foredraft bench decode
     """
     if name not in _BENCHES:
         raise InvalidRequestError(f"bench is {name!r}; allowed is one of {', '.join(_BENCHES)}.")
     if rounds < 1:
         raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
+    find_source(model)
+    if out is not None and not out.parent.is_dir():
+        raise InvalidRequestError(
+            f"--out is {out}, but there is no folder {out.parent}; make it, or choose another file."
+        )
     from foredraft.bench.decode import run
 
     report = run(model, rounds)

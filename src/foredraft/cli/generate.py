@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.prompts import read_prompts
+from foredraft.cli.screen import Screen
+from foredraft.config import EngineConfig
 from foredraft.errors import ForedraftError, InvalidRequestError
+from foredraft.model.source import find_source
 from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.registry import check_method, method_names
+from foredraft.registry import METHODS, PLAIN, check_method, drafter_class, method_names
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from foredraft.engine.llm import LLM, RequestOutput
     from foredraft.engine.near_tie import NearTieReport
 
-_DRAFT_STYLE = "green"
+_DEFAULT_ROUNDS = 3
 _EXAMPLES = """
 Examples:
 
@@ -31,6 +34,16 @@ Examples:
   foredraft generate --chat --prompt-file letter.txt --compare
 
   foredraft generate --prompt-file prompts.jsonl --json > results.jsonl
+
+--json prints one object a prompt, with the keys text, token_ids,
+num_prompt_tokens, num_tokens, finish_reason, seed, tokens_per_s,
+decode_tokens_per_s, acceptance_length, acceptance_rate,
+acceptance_by_position, num_verify_steps, num_drafts, num_draft_tokens,
+num_accepted_tokens and time_s (draft, target, verify, host); with
+--compare also plain_tokens_per_s, speedup, same_text,
+is_lossless_up_to_near_ties and worst_near_tie_ulps (null where there was
+nothing to check). A prompt that failed gives an object with the key error
+alone, and the exit status is 1.
 """
 
 
@@ -85,13 +98,17 @@ def generate(
         bool,
         typer.Option(
             "--compare",
-            help="Run plain and speculative decoding in turn on the same prompt; print the ratio and "
-            "whether the text is the same.",
+            help="Run plain and speculative decoding in turn on the same prompt; print the ratio "
+            "and whether the text is the same.",
         ),
     ] = False,
     rounds: Annotated[
-        int, typer.Option(help="Runs of each kind for --compare; medians are shown.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            help="Runs of each kind for --compare, whose medians are shown; by default "
+            f"{_DEFAULT_ROUNDS}."
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")
     ] = "auto",
@@ -104,11 +121,7 @@ def generate(
     ] = False,
 ) -> None:
     """Generate text, faster where drafts are accepted, and exactly the model's own."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    check_method(method)
+    # What can be found wrong without PyTorch is found wrong before it is imported.
     sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -120,30 +133,36 @@ def generate(
         ignore_eos=ignore_eos,
     )
     speculation = SpeculationParams(method, num_speculative_tokens, verification)
-    if rounds < 1:
-        raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
-    every = _read_prompts(prompts or [], prompt_file or [], chat)
+    check_method(method)
+    if method != PLAIN and method not in METHODS:
+        drafter_class(method)
+    num_rounds = _check_rounds(rounds, compare)
+    config = EngineConfig(model, dtype, device, max_model_len=max_model_len)
+    find_source(config.model)
+    every = read_prompts(prompts or [], prompt_file or [], chat)
     logging.getLogger("foredraft").setLevel(logging.WARNING)
-    llm = _load(model, dtype, device, max_model_len, errors)
-    run = _compare if compare else _generate_one
-    is_shown_plainly = as_json
+    screen = Screen()
+    llm = _load(config, screen)
     if not as_json:
-        _say_settings(console, llm, speculation)
+        _say_settings(screen, llm, sampling, speculation)
     num_failed = 0
     for index, prompt in enumerate(every):
+        number = f"prompt {index + 1} of {len(every)}"
         if not as_json and len(every) > 1:
-            console.rule(f"prompt {index + 1} of {len(every)}", style="dim")
+            screen.line(f"--- {number} ---", is_dim=True)
         try:
-            result = run(
-                llm, prompt, sampling, speculation, rounds, None if is_shown_plainly else console
-            )
+            shown = None if as_json else screen
+            if compare:
+                result = _compare(llm, prompt, sampling, speculation, num_rounds, shown, screen)
+            else:
+                result = _generate_one(llm, prompt, sampling, speculation, shown)
         except ForedraftError as error:
             num_failed += 1
             result = {"error": str(error)}
             if not as_json:
-                errors.print(f"error: {error}", style="red", markup=False)
+                screen.error(f"{number}: {error}" if len(every) > 1 else str(error))
         if as_json:
-            typer.echo(json.dumps(result, ensure_ascii=False))
+            _print_json(result)
     if num_failed:
         raise typer.Exit(1)
 
@@ -151,82 +170,74 @@ def generate(
 generate.__doc__ = f"{generate.__doc__}\n{_EXAMPLES}"
 
 
-def _read_prompts(prompts: list[str], files: list[Path], chat: bool) -> list[Any]:
-    """Every prompt, in order: arguments first, then files."""
-    every: list[Any] = [_as_chat(text) if chat else text for text in prompts]
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise InvalidRequestError(
-                f"prompt file {file} cannot be read ({reason}); check the path."
-            ) from error
-        if file.suffix != ".jsonl":
-            every.append(_as_chat(text) if chat else text)
-            continue
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                every.append(_from_json(file, number, line, chat))
-    if not every:
+def _check_rounds(rounds: int | None, compare: bool) -> int:
+    if rounds is None:
+        return _DEFAULT_ROUNDS
+    if rounds < 1:
+        raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
+    if not compare:
         raise InvalidRequestError(
-            "no prompt was given; pass one as an argument or with --prompt-file. For example: foredraft "
-            'generate "The capital of France is"'
+            f"rounds is {rounds}, but without --compare there is one run; add --compare or leave "
+            "--rounds out."
         )
-    return every
+    return rounds
 
 
-def _as_chat(text: str) -> list[dict[str, str]]:
-    if not text.strip():
-        raise InvalidRequestError("the prompt is empty; allowed is any text. Give it some.")
-    return [{"role": "user", "content": text}]
+def _load(config: EngineConfig, screen: Screen) -> LLM:
+    with screen.status("Importing PyTorch and Transformers") as status:
+        from rich.markup import escape
 
-
-def _from_json(file: Path, number: int, line: str, chat: bool) -> Any:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"{file}, line {number}, is no JSON ({error}); mend the line."
-        ) from error
-    if isinstance(value, dict) and isinstance(value.get("messages"), list):
-        return value["messages"]
-    text = value.get("prompt") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise InvalidRequestError(
-            f"{file}, line {number}: allowed is a string, or an object with a string 'prompt' or a list "
-            "'messages'."
-        )
-    return _as_chat(text) if chat else text
-
-
-def _load(model: str, dtype: str, device: str, max_model_len: int | None, errors: Console) -> LLM:
-    with errors.status("Importing PyTorch and Transformers") as status:
         from foredraft.engine.llm import LLM
 
-        status.update(f"Loading {model}")
+        status.update(escape(f"Loading {config.model}"))
+        return LLM(
+            config.model,
+            notify=screen.notice,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+        )
 
-        def notify(sentence: str) -> None:
-            errors.print(sentence, style="dim", markup=False)
 
-        return LLM(model, notify=notify, dtype=dtype, device=device, max_model_len=max_model_len)
+def _print_json(result: dict[str, Any]) -> None:
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    typer.echo(json.dumps(result, ensure_ascii=not is_unicode))
 
 
-def _say_settings(console: Console, llm: LLM, speculation: SpeculationParams) -> None:
+def _say_settings(
+    screen: Screen, llm: LLM, sampling: SamplingParams, speculation: SpeculationParams
+) -> None:
     """Say in one line what is in force, and what the colours mean."""
     target = llm.engine.target
+    is_plain = speculation.method == PLAIN or not speculation.num_speculative_tokens
     how = "plain decoding"
-    if speculation.method != "none" and speculation.num_speculative_tokens:
+    if not is_plain:
         how = (
-            f"method {speculation.method}, up to {speculation.num_speculative_tokens} draft tokens, "
-            f"verification {speculation.verification}"
+            f"method {speculation.method}, up to {speculation.num_speculative_tokens} draft "
+            f"tokens, verification {speculation.verification}"
         )
     dtype = str(target.dtype).removeprefix("torch.")
-    console.print(f"{target.name} · {dtype} on {target.device} · {how}", style="dim", markup=False)
-    if console.is_terminal and how != "plain decoding":
-        console.print(
-            f"[{_DRAFT_STYLE}]green[/]: accepted draft tokens; plain: the target's own", style="dim"
-        )
+    parts = [
+        target.name,
+        f"{dtype} on {target.device}",
+        f"context {target.max_model_len}",
+        how,
+        _describe(sampling),
+    ]
+    screen.line(" · ".join(parts), is_dim=True)
+    if not is_plain:
+        screen.legend()
+
+
+def _describe(sampling: SamplingParams) -> str:
+    if sampling.is_greedy:
+        return "temperature 0 (argmax)"
+    parts = [f"temperature {sampling.temperature:g}"]
+    for name, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(sampling, name)
+        if value != default:
+            parts.append(f"{name} {value:g}")
+    return ", ".join(parts)
 
 
 def _generate_one(
@@ -234,13 +245,12 @@ def _generate_one(
     prompt: Any,
     sampling: SamplingParams,
     speculation: SpeculationParams,
-    rounds: int,
-    console: Console | None,
+    screen: Screen | None,
 ) -> dict[str, Any]:
-    output = _stream(llm, prompt, sampling, speculation, console)
+    output = _stream(llm, prompt, sampling, speculation, screen)
     result = _figures(output)
-    if console is not None:
-        console.print(_one_line(result), style="dim", markup=False)
+    if screen is not None:
+        _say_figures(screen, result, sampling)
     return result
 
 
@@ -249,16 +259,20 @@ def _stream(
     prompt: Any,
     sampling: SamplingParams,
     speculation: SpeculationParams,
-    console: Console | None,
+    screen: Screen | None,
 ) -> RequestOutput:
     output = None
-    for chunk in llm.stream(prompt, sampling, speculation):
-        if console is not None:
-            for text, is_draft in chunk.pieces:
-                console.out(text, style=_DRAFT_STYLE if is_draft else None, end="", highlight=False)
-        output = chunk.output
-    if console is not None:
-        console.out("")
+    has_text = False
+    try:
+        for chunk in llm.stream(prompt, sampling, speculation):
+            if screen is not None:
+                for text, is_draft in chunk.pieces:
+                    screen.text(text, is_draft)
+                    has_text = True
+            output = chunk.output
+    finally:  # whatever comes next, an error too, begins on a line of its own
+        if screen is not None and has_text:
+            screen.line()
     if output is None or output.finish_reason == "error":
         raise ForedraftError(output.error if output is not None and output.error else "no output")
     return output
@@ -270,38 +284,41 @@ def _compare(
     sampling: SamplingParams,
     speculation: SpeculationParams,
     rounds: int,
-    console: Console | None,
+    shown: Screen | None,
+    screen: Screen,
 ) -> dict[str, Any]:
-    """Plain and speculative in turn; the first of each is shown, the medians of all are compared."""
+    """Plain and speculative in turn; a first run is shown, the medians of the rest are compared."""
     import dataclasses
 
-    output = _stream(llm, prompt, sampling, speculation, console)
+    output = _stream(llm, prompt, sampling, speculation, shown)
     sampling = dataclasses.replace(sampling, seed=output.seed)
-    plain = SpeculationParams("none", 0, speculation.verification)
+    plain = SpeculationParams(PLAIN, 0, speculation.verification)
     plains, outputs = [], []
-    for _ in range(rounds):
-        plains.append(_stream(llm, prompt, sampling, plain, None))
-        outputs.append(_stream(llm, prompt, sampling, speculation, None))
-    plain_rate = statistics.median(_rate(o) for o in plains)
-    rate = statistics.median(_rate(o) for o in outputs)
-    ratio = statistics.median(_rate(o) / _rate(p) for o, p in zip(outputs, plains, strict=True))
+    with screen.status("Comparing") as status:
+        for index in range(rounds):
+            status.update(f"Comparing with plain decoding: round {index + 1} of {rounds}")
+            plains.append(_stream(llm, prompt, sampling, plain, None))
+            outputs.append(_stream(llm, prompt, sampling, speculation, None))
     is_same = all(o.token_ids == plains[0].token_ids for o in (output, *outputs, *plains))
-    result = _figures(outputs[0]) | {
-        "tokens_per_s": rate,
-        "plain_tokens_per_s": plain_rate,
-        "speedup": ratio,
-        "same_text": is_same,
-    }
     report = None
     if not is_same and sampling.is_greedy:
         from foredraft.engine.near_tie import check_greedy
 
-        report = check_greedy(llm.engine, output.prompt_ids, output.token_ids)
-        result["is_lossless_up_to_near_ties"] = report.is_lossless
-        result["worst_near_tie_ulps"] = report.worst_ulps
-    if console is not None:
-        console.print(_one_line(result), style="dim", markup=False)
-        console.print(_comparison(result, report, llm, speculation), markup=False)
+        other = next(o for o in (output, *outputs, *plains) if o.token_ids != plains[0].token_ids)
+        report = check_greedy(llm.engine, other.prompt_ids, other.token_ids)
+    result = _figures(outputs[0]) | {
+        "tokens_per_s": statistics.median(_rate(o) for o in outputs),
+        "plain_tokens_per_s": statistics.median(_rate(o) for o in plains),
+        "speedup": statistics.median(
+            _rate(o) / _rate(p) for o, p in zip(outputs, plains, strict=True)
+        ),
+        "same_text": is_same,
+        "is_lossless_up_to_near_ties": None if report is None else report.is_lossless,
+        "worst_near_tie_ulps": None if report is None else report.worst_ulps,
+    }
+    if shown is not None:
+        _say_figures(shown, result, sampling)
+        shown.line(_comparison(result, report, llm, sampling, speculation))
     return result
 
 
@@ -339,36 +356,53 @@ def _figures(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _one_line(result: dict[str, Any]) -> str:
+def _say_figures(screen: Screen, result: dict[str, Any], sampling: SamplingParams) -> None:
     parts = [f"{result['num_tokens']} tokens", f"{result['tokens_per_s']:.1f} tokens/s"]
+    if result["finish_reason"] == "length":
+        parts[0] += " (the limit)"
     if result["num_drafts"]:
         parts.append(f"acceptance length {result['acceptance_length']:.2f}")
         by_position = " ".join(f"{rate:.2f}" for rate in result["acceptance_by_position"])
-        parts.append(f"by position {by_position or 'none'}")
+        parts.append(f"accepted by position {by_position or 'none'}")
     total = sum(result["time_s"].values()) or 1.0
-    parts.append(
-        "time " + " ".join(f"{name} {s / total:.1%}" for name, s in result["time_s"].items())
-    )
-    parts.append(f"seed {result['seed']}")
-    return " · ".join(parts)
+    shares = [f"{name} {seconds / total:.1%}" for name, seconds in result["time_s"].items()]
+    times = ["time " + ", ".join(shares)]
+    if not sampling.is_greedy:
+        times.append(f"seed {result['seed']}")
+    screen.line(" · ".join(parts), is_dim=True)
+    screen.line(" · ".join(times), is_dim=True)
 
 
 def _comparison(
-    result: dict[str, Any], report: NearTieReport | None, llm: LLM, speculation: SpeculationParams
+    result: dict[str, Any],
+    report: NearTieReport | None,
+    llm: LLM,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
 ) -> str:
     line = (
-        f"plain {result['plain_tokens_per_s']:.1f} tokens/s, speculative {result['tokens_per_s']:.1f} "
-        f"tokens/s: {result['speedup']:.2f}x, "
+        f"plain {result['plain_tokens_per_s']:.1f} tokens/s, speculative "
+        f"{result['tokens_per_s']:.1f} tokens/s: {result['speedup']:.2f}x, "
     )
     if result["same_text"]:
         return line + "same text"
+    line += "another text: "
+    dtype = str(llm.engine.target.dtype).removeprefix("torch.")
+    is_exact = dtype in ("float32", "float64")
+    remedy = "" if is_exact else "; --dtype float32 gives the same text"
     if report is not None and report.is_lossless:
-        return line + (
-            f"another text: a near tie, {report.worst_ulps:.1f} of the last {llm.engine.target.dtype} digit "
-            "apart, went the other way; --dtype float32 gives the same text"
-        )
-    if speculation.verification != "walk":
         return (
-            line + f"another text ({speculation.verification} is exact in law, not token for token)"
+            f"{line}a near tie, {report.worst_ulps:.1f} units of the last {dtype} digit apart, "
+            f"went the other way{remedy}"
         )
-    return line + "another text: rounding changed a draw; --dtype float32 gives the same text"
+    if report is not None:
+        return (
+            f"{line}a token is {report.worst_ulps:.1f} units of the last {dtype} digit from the "
+            f"target's own choice, where {report.max_ulps:g} are allowed; this is a fault, please "
+            "report it"
+        )
+    if speculation.verification != "walk" and not sampling.is_greedy:
+        return f"{line}{speculation.verification} is exact in law, not token for token"
+    if is_exact:
+        return f"{line}in {dtype} this is a fault, please report it"
+    return f"{line}rounding changed a draw{remedy}"

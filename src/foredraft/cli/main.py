@@ -1,8 +1,14 @@
-"""The ``foredraft`` command. One file a subcommand; nothing heavy is imported before it is needed."""
+"""The ``foredraft`` command. One file a subcommand; nothing heavy is imported before it is needed.
+
+Exit status: 0; 1 if some prompt failed and the others were done; 2 if what was asked for cannot be
+done, with one line on standard error that begins with ``error:``; 130 after Ctrl-C.
+"""
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Sequence
 
 import typer
 
@@ -13,36 +19,72 @@ from foredraft.errors import ForedraftError
 app = typer.Typer(
     name="foredraft",
     help="Lossless speculative decoding: draft, verify, and know when it pays.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(bench)
+_COMMANDS = {"generate": generate, "bench": bench}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
 
 
-@app.callback(invoke_without_command=True)
-def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version and leave."),
-) -> None:
-    if version:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
         from foredraft import __version__
 
         typer.echo(f"foredraft {__version__}")
         raise typer.Exit
 
 
-def main() -> None:
-    """Run the command; an error made on purpose is one line on standard error and exit status 2."""
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_show_version,
+        is_eager=True,
+        help="Print the version and leave.",
+    ),
+) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command and leave with its exit status.
+
+    Args:
+        argv: The arguments; ``None`` takes those of the process. Without any, it shows the help.
+    """
+    for stream in (sys.stdout, sys.stderr):  # generated text may hold what the terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    status = 0
     try:
-        app()
+        status = app(args=arguments, prog_name="foredraft", standalone_mode=False) or 0
     except ForedraftError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        status = _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    except Exception as error:
+        # Wrong usage, found by typer; the class of this error moved between its versions.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", None)
+        if command is None:
+            command = f"foredraft {arguments[0]}" if arguments[0] in _COMMANDS else "foredraft"
+        message = format_message().rstrip(".")
+        status = _fail(f"{message[:1].lower()}{message[1:]}; see '{command} --help'.")
+    if status == 130:
         typer.echo("stopped", err=True)
-        sys.exit(130)
+    sys.exit(status)
+
+
+def _fail(message: str) -> int:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return 2
 
 
 if __name__ == "__main__":

@@ -46,16 +46,14 @@ def commit(
         state.num_cached = segment.start + segment.num_rows
         if not segment.wants_pick:
             continue
-        if not verdict.is_finite[index]:
-            deltas.append(
-                Delta(segment.request.request_id, (), 0, finish_reason="error", error=_NON_FINITE)
-            )
-            continue
         token_ids = verdict.token_ids[
             verdict.token_offsets[index] : verdict.token_offsets[index + 1]
         ]
         path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
         num_kept, reason = _stop(state, token_ids)
+        error = None
+        if reason is None and not verdict.is_finite[index]:
+            reason, error = "error", _NON_FINITE
         token_ids, path = token_ids[:num_kept], path[:num_kept]
         _keep_path(cache, segment.slot, segment.root_position, path)
         state.num_cached += len(path)
@@ -66,7 +64,9 @@ def commit(
             state.stats.record_prefill(len(token_ids))
         ids = tuple(token_ids.tolist())
         stop_token_id = ids[-1] if reason == "stop" else None
-        deltas.append(Delta(segment.request.request_id, ids, len(path), reason, stop_token_id))
+        deltas.append(
+            Delta(segment.request.request_id, ids, len(path), reason, stop_token_id, error)
+        )
     return deltas
 
 

@@ -109,33 +109,47 @@ class Drafting:
         A draft can never change a text under the default rule, and a broken one is dropped whole:
         under a classical rule nothing drawn may be dropped, so there it raises.
         """
-        problems = _problems(batch, budgets, plan, self._context.vocab_size)
-        if not problems:
-            return batch
-        segment, problem = next(iter(problems.items()))
-        message = f"method {method!r} proposed a draft that {problem}"
-        for index in problems:
+        num_segments = len(plan.segments)
+        problem = _shape_problem(batch, num_segments)
+        if problem is not None:
+            problems = {int(index): problem for index in np.nonzero(budgets.max_nodes)[0]}
+            batch = DraftBatch.empty(num_segments)
+        else:
+            problems = _problems(batch, budgets, plan, self._context.vocab_size)
+        for index, problem in problems.items():
+            message = f"method {method!r} proposed a draft that {problem}"
             if plan.segments[index].request.speculation.verification != "walk":
                 raise ValueError(f"{message} under a classical rule; mend the drafter")
-        if segment < 0:
-            raise ValueError(f"{message}; mend the drafter")
-        if method not in self._is_warned:
-            _LOG.warning("%s; such drafts are dropped, the text is not affected", message)
-            self._is_warned.add(method)
-        keep = [i not in problems for i in range(len(plan.segments))]
-        return _select(batch, np.array(keep))
+            if method not in self._is_warned:
+                _LOG.warning("%s; such drafts are dropped, the text is not affected", message)
+                self._is_warned.add(method)
+        if not problems:
+            return batch
+        return _select(batch, np.array([i not in problems for i in range(num_segments)]))
+
+
+def _shape_problem(batch: DraftBatch, num_segments: int) -> str | None:
+    """What keeps a batch from being read at all, or ``None``."""
+    num_nodes, offsets = len(batch.token_ids), batch.offsets
+    if len(offsets) != num_segments + 1 or (np.diff(offsets) < 0).any():
+        return "does not have one tree a segment"
+    if offsets[0] != 0 or offsets[-1] != num_nodes:
+        return f"has {num_nodes} tokens where its offsets lead from {offsets[0]} to {offsets[-1]}"
+    if len(batch.parents) != num_nodes:
+        return f"has {num_nodes} tokens and {len(batch.parents)} parents"
+    if batch.dist_ids is not None and len(batch.dist_ids) != num_nodes:
+        return f"has {num_nodes} tokens and {len(batch.dist_ids)} dist_ids"
+    return None
 
 
 def _problems(
     batch: DraftBatch, budgets: Budgets, plan: StepPlan, vocab_size: int
 ) -> dict[int, str]:
-    """What breaks the contract, by segment; -1 stands for the batch as a whole."""
-    if len(batch.offsets) != len(plan.segments) + 1 or batch.offsets[-1] != len(batch.token_ids):
-        return {-1: "does not have one tree a segment"}
+    """What breaks the contract, by segment."""
     problems: dict[int, str] = {}
     num_nodes = batch.num_nodes
-    for index in np.nonzero(num_nodes > budgets.max_nodes)[0]:
-        problems[int(index)] = (
+    for index in np.nonzero(num_nodes > budgets.max_nodes)[0].tolist():
+        problems[index] = (
             f"has {num_nodes[index]} nodes on a budget of {budgets.max_nodes[index]}"
         )
     is_outside = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)

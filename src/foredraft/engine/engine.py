@@ -19,7 +19,7 @@ from foredraft.engine.commit import commit
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.request_state import RequestState
 from foredraft.engine.scheduler import Scheduler
-from foredraft.errors import InvalidRequestError
+from foredraft.errors import ConfigError, InvalidRequestError
 from foredraft.model.kv_cache import ContiguousKVCache, row_bytes
 from foredraft.model.loader import Target, load_target
 from foredraft.model.runner import Runner
@@ -41,7 +41,8 @@ class Engine:
 
     Args:
         config: Options; ``None`` takes the defaults.
-        target: A loaded target; ``None`` loads what ``config`` names.
+        target: A loaded target; ``None`` loads what ``config`` names. With one, the options for
+            loading (``model``, ``dtype``, ``device``) do nothing; ``max_model_len`` shortens it.
         drafters: Drafters of your own by method name, besides those of the registry.
         notify: Told, in a sentence, what takes long while the model loads.
 
@@ -59,14 +60,16 @@ class Engine:
     ) -> None:
         """Load the target and reserve the cache."""
         self.config = config or EngineConfig()
-        self.target = target or load_target(self.config, notify)
-        max_kv_bytes = _kv_bound(self.config, self.target)
-        self.cache = _make_cache(self.config, self.target, max_kv_bytes)
+        self.target = (
+            load_target(self.config, notify) if target is None else _shortened(target, self.config)
+        )
+        self.max_kv_bytes = _kv_bound(self.config, self.target)
+        self.cache = _make_cache(self.config, self.target, self.max_kv_bytes)
         self.scheduler = Scheduler(
             self.cache,
             self.cache.num_slots,
             self.config.max_num_batched_tokens,
-            max_kv_bytes,
+            self.max_kv_bytes,
         )
         self.controller = FixedController()
         self.runner = Runner(self.target, self.cache)
@@ -99,7 +102,7 @@ class Engine:
         """
         sampling = sampling or SamplingParams()
         speculation = speculation or SpeculationParams()
-        name = request_id or f"request-{self._num_requests}"
+        name = request_id or self._free_name()
         if name in self.scheduler:
             raise InvalidRequestError(f"request_id {name!r} is in use; choose another.")
         request = self._request(name, _check_prompt(prompt_ids, self.target), sampling, speculation)
@@ -154,6 +157,12 @@ class Engine:
             KeyError: There is no such request.
         """
         return self.scheduler.state(request_id)
+
+    def _free_name(self) -> str:
+        """A name that nobody chose for a request that is still here."""
+        while (name := f"request-{self._num_requests}") in self.scheduler:
+            self._num_requests += 1
+        return name
 
     def _finish(self, request_id: str) -> bool:
         state = self.scheduler.finish(request_id)
@@ -219,6 +228,18 @@ def _record_times(states: list[RequestState], step: StepStats, clock: _Clock) ->
         if stats.num_tokens:
             stats.elapsed_s = clock.now - state.started_at
             stats.first_token_s = stats.first_token_s or stats.elapsed_s
+
+
+def _shortened(target: Target, config: EngineConfig) -> Target:
+    """A loaded target with the context that the config asks for."""
+    if config.max_model_len is None or config.max_model_len == target.max_model_len:
+        return target
+    if config.max_model_len > target.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; the loaded target allows up to "
+            f"{target.max_model_len}. Leave it out, or load the target for more."
+        )
+    return dataclasses.replace(target, max_model_len=config.max_model_len)
 
 
 def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.ndarray:

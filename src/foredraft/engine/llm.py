@@ -1,10 +1,13 @@
-"""The front door in Python: strings, token ids or chat messages in, finished or streamed text out."""
+"""The front door in Python: text, token ids or chat messages in, finished or streamed text out."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +64,8 @@ class StreamChunk:
 
     Attributes:
         text: Text that this step completed; may be empty.
-        pieces: The same text in pieces, each with whether its last token was an accepted draft token.
+        pieces: The same text in pieces, each with whether the token that completed it was an
+            accepted draft token.
         token_ids: Tokens that this step emitted.
         num_accepted: How many of them, from the first, were draft tokens.
         finish_reason: ``None`` while it runs.
@@ -98,7 +102,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "default",
+        model: str | os.PathLike[str] = "default",
         *,
         target: Target | None = None,
         drafters: Mapping[str, Drafter] | None = None,
@@ -106,9 +110,11 @@ class LLM:
         **options: Any,
     ) -> None:
         """Load the model."""
-        config = make_config(EngineConfig, {"model": model, **options}, "the engine")
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        config = make_config(EngineConfig, {"model": name, **options}, "the engine")
         self.engine = Engine(config, target, drafters, notify)
         self.tokenizer = self.engine.target.tokenizer
+        self._runs: dict[str, _Run] = {}
 
     def generate(
         self,
@@ -132,36 +138,33 @@ class LLM:
             back with ``finish_reason == "error"`` and the others go on.
 
         Raises:
-            InvalidRequestError: A single prompt that cannot be honoured, or lists of unequal length.
+            InvalidRequestError: A single prompt cannot be honoured, or lists are of unequal length.
         """
         is_one = _is_one_prompt(prompts)
-        every = [prompts] if is_one else list(prompts)
+        every: list[Any] = [prompts] if is_one else list(prompts)
         samplings = _for_each(sampling, SamplingParams, len(every), "sampling")
         speculations = _for_each(speculation, SpeculationParams, len(every), "speculation")
         runs: list[_Run | RequestOutput] = []
-        for prompt, one_sampling, one_speculation in zip(
-            every, samplings, speculations, strict=True
-        ):
-            try:
-                runs.append(self._start(prompt, one_sampling, one_speculation))
-            except ForedraftError as error:
-                if is_one:
-                    raise
-                runs.append(_refused(error))
-        by_id = {run.request_id: run for run in runs if isinstance(run, _Run)}
-        if progress is None:
-            progress = sys.stderr.isatty() and len(every) > 1
+        started: list[_Run] = []
         try:
-            with _bar(progress, by_id.values()) as advance:
-                while any(run.output is None for run in by_id.values()):
-                    for delta in self.engine.step():
-                        if delta.request_id in by_id:
-                            by_id[delta.request_id].take(delta)
-                            advance(delta)
+            for prompt, one_sampling, one_speculation in zip(
+                every, samplings, speculations, strict=True
+            ):
+                try:
+                    started.append(self._start(prompt, one_sampling, one_speculation))
+                    runs.append(started[-1])
+                except ForedraftError as error:
+                    if is_one:
+                        raise
+                    runs.append(_refused(error))
+            if progress is None:
+                progress = sys.stderr.isatty() and len(every) > 1
+            with _bar(progress, started) as advance:
+                while any(run.output is None for run in started):
+                    self._step(advance)
         finally:
-            for run in by_id.values():
-                if run.output is None:
-                    self.engine.abort(run.request_id)
+            for run in started:
+                self._drop(run)
         return [run if isinstance(run, RequestOutput) else run.finished() for run in runs]
 
     def stream(
@@ -169,25 +172,26 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
-    ) -> Iterator[StreamChunk]:
+    ) -> TextStream:
         """Generate for one prompt, step by step.
 
-        The joined ``text`` of all chunks equals ``generate(prompt)[0].text``. Closing the iterator
-        ends the request.
+        The joined ``text`` of all chunks equals ``generate(prompt)[0].text``. Closing the iterator,
+        or dropping it, ends the request. Several streams may be read in turn.
 
         Args:
             prompt: A string, token ids, or chat messages.
             sampling: How tokens are picked.
             speculation: How it speculates.
 
-        Yields:
-            A chunk a step in which the request emitted something; the last one has the output.
+        Returns:
+            An iterator: a chunk for each step in which the request emitted something; the last one
+            has the output.
 
         Raises:
             InvalidRequestError: The request cannot be honoured; raised at the call.
         """
         run = self._start(prompt, sampling or SamplingParams(), speculation or SpeculationParams())
-        return self._stream(run)
+        return TextStream(self, run)
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return a prompt's token ids, int64.
@@ -195,42 +199,57 @@ class LLM:
         Raises:
             InvalidRequestError: It is empty, or chat messages for a tokenizer without a template.
         """
-        if isinstance(prompt, np.ndarray):
-            return prompt
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty; allowed is any text. Give it some.")
-            ids = self._need_tokenizer()(prompt)["input_ids"]
+            _check_unicode(prompt)
+            ids = self._need_tokenizer()(prompt, verbose=False)["input_ids"]
             if not ids:
                 raise InvalidRequestError(
                     f"the prompt {prompt!r} gives no token; give it some text."
                 )
             return np.asarray(ids, dtype=np.int64)
-        items = list(prompt)
-        if items and all(isinstance(item, Mapping) for item in items):
-            return self._encode_chat(items)
-        return np.asarray(items, dtype=np.int64 if not items else None)
+        if isinstance(prompt, bytes) or not isinstance(prompt, (np.ndarray, Sequence)):
+            raise InvalidRequestError(
+                f"a prompt is of type {type(prompt).__name__}; allowed is a text, token ids, or "
+                "chat messages."
+            )
+        if len(prompt) and all(isinstance(item, Mapping) for item in prompt):
+            return self._encode_chat(list(prompt))
+        try:
+            ids = np.asarray(prompt, dtype=None if len(prompt) else np.int64)
+        except ValueError as error:  # a ragged list of lists
+            raise InvalidRequestError(
+                "a prompt is a list of lists of unequal lengths; allowed is a flat sequence of "
+                "integer token ids."
+            ) from error
+        return ids.astype(np.int64) if np.issubdtype(ids.dtype, np.integer) else ids
 
     def _encode_chat(self, messages: list[Any]) -> np.ndarray:
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise InvalidRequestError(
-                "chat messages were given, but this model's tokenizer has no chat template; pass the "
-                "prompt as a text (without --chat), or use an instruct model."
+                "chat messages were given, but this model's tokenizer has no chat template; pass "
+                "the prompt as a text (without --chat), or use an instruct model."
             )
         for message in messages:
             if not isinstance(message.get("role"), str) or not isinstance(
                 message.get("content"), str
             ):
                 raise InvalidRequestError(
-                    f"a chat message is {message!r}; allowed is a mapping with the strings 'role' and "
-                    "'content'."
+                    f"a chat message is {message!r}; allowed is a mapping with the strings 'role' "
+                    "and 'content'."
                 )
+            _check_unicode(message["content"])
+        if not any(message["content"].strip() for message in messages):
+            raise InvalidRequestError(
+                "the chat messages are empty; allowed is any text. Give one of them some."
+            )
         try:
             ids = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False
             )
-        except Exception as error:  # noqa: BLE001 - templates raise what they like
+        except Exception as error:  # templates raise what they like
             raise InvalidRequestError(
                 f"the chat template refused the messages ({error}); check their roles and order."
             ) from error
@@ -239,7 +258,8 @@ class LLM:
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise InvalidRequestError(
-                "a text was given, but this model's folder holds no tokenizer; pass token ids instead."
+                "a text was given, but this model's folder holds no tokenizer; pass token ids "
+                "instead."
             )
         return self.tokenizer
 
@@ -247,67 +267,88 @@ class LLM:
         self, prompt: Prompt, sampling: SamplingParams, speculation: SpeculationParams
     ) -> _Run:
         request_id = self.engine.add(self.encode(prompt), sampling, speculation)
-        return _Run(self, self.engine.request_state(request_id))
+        run = _Run(self.tokenizer, self.engine.request_state(request_id))
+        self._runs[request_id] = run
+        return run
 
-    def _stream(self, run: _Run) -> Iterator[StreamChunk]:
-        try:
-            while run.output is None:
-                for delta in self.engine.step():
-                    if delta.request_id == run.request_id:
-                        pieces = run.take(delta, token_by_token=True)
-                        yield StreamChunk(
-                            "".join(text for text, _ in pieces),
-                            tuple(pieces),
-                            delta.token_ids,
-                            delta.num_accepted,
-                            delta.finish_reason,
-                            run.output,
-                        )
-        finally:
-            if run.output is None:
-                self.engine.abort(run.request_id)
+    def _step(self, on_delta: Callable[[Delta], None] | None = None) -> None:
+        """Run one step of the engine, and hand every request's part to whoever waits for it."""
+        if not self.engine.has_work:
+            raise RuntimeError("a request has not ended, but was taken out of the engine")
+        for delta in self.engine.step():
+            run = self._runs.get(delta.request_id)
+            if run is None:
+                continue
+            run.take(delta)
+            if on_delta is not None:
+                on_delta(delta)
+
+    def _drop(self, run: _Run) -> None:
+        """Forget a request; end it if it still runs."""
+        if self._runs.pop(run.request_id, None) is not None and run.output is None:
+            self.engine.abort(run.request_id)
+
+
+class TextStream(Iterator[StreamChunk]):
+    """One request being generated; iterate over its chunks. Made by ``LLM.stream``."""
+
+    def __init__(self, llm: LLM, run: _Run) -> None:
+        """Follow ``run``, which is queued already."""
+        self._llm = llm
+        self._run = run
+        self._chunks: deque[StreamChunk] = deque()
+        run.chunks = self._chunks
+
+    def __next__(self) -> StreamChunk:
+        """Run steps until the request emits something."""
+        while not self._chunks:
+            if self._run.output is not None or self._run.request_id not in self._llm._runs:
+                self.close()
+                raise StopIteration
+            try:
+                self._llm._step()
+            except BaseException:
+                self.close()
+                raise
+        return self._chunks.popleft()
+
+    def close(self) -> None:
+        """End the request if it still runs, and free what it holds; safe to repeat."""
+        self._llm._drop(self._run)
+        self._chunks.clear()
+
+    def __del__(self) -> None:
+        """End a request that nobody can read any more."""
+        self.close()
 
 
 class _Run:
-    """One request on its way from deltas to an output."""
+    """One request on its way from deltas to an output; a stream's chunks are kept until read."""
 
-    def __init__(self, llm: LLM, state: Any) -> None:
+    def __init__(self, tokenizer: Any, state: Any) -> None:
         self._state = state
-        self._detokenizer = Detokenizer(llm.tokenizer) if llm.tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._text: list[str] = []
         self.request_id: str = state.request.request_id
-        self.max_tokens: int = state.request.max_tokens
         self.output: RequestOutput | None = None
+        self.chunks: deque[StreamChunk] | None = None
 
-    def take(self, delta: Delta, token_by_token: bool = False) -> list[tuple[str, bool]]:
-        """Add what a step did; return the text it completed, in pieces, and which were drafted."""
-        shown = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids
-        pieces: list[tuple[str, bool]] = []
-        if self._detokenizer is not None:
-            if token_by_token:
-                for index, token_id in enumerate(shown):
-                    is_draft = index < delta.num_accepted
-                    pieces.append((self._detokenizer.push([token_id]), is_draft))
-            else:
-                pieces.append((self._detokenizer.push(shown), False))
-            if delta.finish_reason is not None:
-                pieces.append((self._detokenizer.flush(), False))
-        pieces = [piece for piece in pieces if piece[0]]
+    def take(self, delta: Delta) -> None:
+        """Add what a step did."""
+        pieces = self._pieces(delta)
         self._text.extend(text for text, _ in pieces)
         if delta.finish_reason is not None:
-            request = self._state.request
-            self.output = RequestOutput(
-                request_id=self.request_id,
-                prompt_ids=tuple(request.prompt_ids.tolist()),
-                token_ids=tuple(self._state.output_ids.tolist()),
-                text="".join(self._text),
-                finish_reason=delta.finish_reason,
-                stop_token_id=delta.stop_token_id,
-                seed=request.seed,
-                stats=self._state.stats,
-                error=delta.error,
+            self.output = self._output(delta)
+        if self.chunks is not None:
+            chunk = StreamChunk(
+                "".join(text for text, _ in pieces),
+                tuple(pieces),
+                delta.token_ids,
+                delta.num_accepted,
+                delta.finish_reason,
+                self.output,
             )
-        return pieces
+            self.chunks.append(chunk)
 
     def finished(self) -> RequestOutput:
         """Return the output of a run that has ended."""
@@ -315,21 +356,60 @@ class _Run:
             raise RuntimeError(f"request {self.request_id} has not ended")
         return self.output
 
+    def _pieces(self, delta: Delta) -> list[tuple[str, bool]]:
+        """The text that a step completed, in pieces, and which of them were drafted."""
+        if self._detokenizer is None:
+            return []
+        shown = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids
+        pieces: list[tuple[str, bool]] = []
+        if self.chunks is None:
+            pieces.append((self._detokenizer.push(shown), False))
+        else:
+            for index, token_id in enumerate(shown):
+                pieces.append((self._detokenizer.push([token_id]), index < delta.num_accepted))
+        if delta.finish_reason is not None:
+            pieces.append((self._detokenizer.flush(), False))
+        return [piece for piece in pieces if piece[0]]
+
+    def _output(self, delta: Delta) -> RequestOutput:
+        request = self._state.request
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_ids=tuple(request.prompt_ids.tolist()),
+            token_ids=tuple(self._state.output_ids.tolist()),
+            text="".join(self._text),
+            finish_reason=str(delta.finish_reason),
+            stop_token_id=delta.stop_token_id,
+            seed=request.seed,
+            stats=self._state.stats,
+            error=delta.error,
+        )
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the prompt is not valid Unicode text (half a character at position {error.start}); "
+            "mend it."
+        ) from error
+
 
 def _refused(error: ForedraftError) -> RequestOutput:
     return RequestOutput("", (), (), "", "error", None, None, RequestStats(), str(error))
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    """Whether this is one prompt and not a list of them."""
+    """Whether this is one prompt and not a list of them; an empty list is a list of none."""
     if isinstance(prompts, (str, np.ndarray)):
         return True
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(
-            f"the prompt is of type {type(prompts).__name__}; allowed is a text, token ids, chat messages, "
-            "or a list of these."
+            f"the prompt is of type {type(prompts).__name__}; allowed is a text, token ids, chat "
+            "messages, or a list of these."
         )
-    return not prompts or all(isinstance(p, (int, np.integer, Mapping)) for p in prompts)
+    return len(prompts) > 0 and all(isinstance(p, (int, np.integer, Mapping)) for p in prompts)
 
 
 def _for_each(given: Any, cls: type[Any], count: int, name: str) -> list[Any]:
@@ -337,54 +417,52 @@ def _for_each(given: Any, cls: type[Any], count: int, name: str) -> list[Any]:
         return [cls()] * count
     if isinstance(given, cls):
         return [given] * count
-    every = list(given)
-    if len(every) != count or not all(isinstance(one, cls) for one in every):
+    if not isinstance(given, Sequence) or not all(isinstance(one, cls) for one in given):
         raise InvalidRequestError(
-            f"{name} has {len(every)} entries for {count} prompts; allowed is one {cls.__name__} for all, or "
+            f"{name} is {given!r}; allowed is one {cls.__name__} for all prompts, or a list with "
             "one for each."
         )
-    return every
-
-
-class _bar:  # noqa: N801 - used like a function
-    """A progress bar over tokens on standard error, or nothing."""
-
-    def __init__(self, is_shown: bool, runs: Any) -> None:
-        self._is_shown = is_shown
-        self._runs = list(runs)
-
-    def __enter__(self) -> Callable[[Delta], None]:
-        if not self._is_shown:
-            return lambda delta: None
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"{name} has {len(given)} entries for {count} prompts; allowed is one {cls.__name__} "
+            "for all, or one for each."
         )
+    return list(given)
 
-        self._progress = Progress(
-            TextColumn("[progress.description]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("prompts, {task.fields[tokens]} tokens"),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._progress.start()
-        task = self._progress.add_task("generating", total=len(self._runs), tokens=0)
-        num_tokens = 0
 
-        def advance(delta: Delta) -> None:
-            nonlocal num_tokens
+@contextmanager
+def _bar(is_shown: bool, runs: Sequence[_Run]) -> Iterator[Callable[[Delta], None]]:
+    """A progress bar over requests on standard error, or nothing; gives what moves it on."""
+    if not is_shown:
+        yield lambda delta: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    progress = Progress(
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("prompts, {task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    request_ids = {run.request_id for run in runs}
+    task = progress.add_task("generating", total=len(runs), tokens=0)
+    num_tokens = 0
+
+    def advance(delta: Delta) -> None:
+        nonlocal num_tokens
+        if delta.request_id in request_ids:
             num_tokens += len(delta.token_ids)
-            self._progress.update(task, advance=delta.finish_reason is not None, tokens=num_tokens)
+            progress.update(task, advance=delta.finish_reason is not None, tokens=num_tokens)
 
-        return advance
-
-    def __exit__(self, *exc: object) -> None:
-        if self._is_shown:
-            self._progress.stop()
+    with progress:
+        yield advance

@@ -1,10 +1,10 @@
 """Greedy losslessness in bfloat16: every emitted token is the plain argmax, or a near tie with it.
 
 A pass over N + 1 rows and N + 1 passes over one row multiply the same numbers in another order. In
-bfloat16 the logits then differ in their last bits, and where the two best are that close, the argmax
-may differ: not an error of verification, and not to be confused with one. So the emitted tokens are
-forced, one by one, through the plain path (one row a pass), and each must be the argmax there or
-within a few units in the last place of it.
+bfloat16 the logits then differ in their last bits, and where the two best are that close, the
+argmax may differ: not an error of verification, and not to be confused with one. So the emitted
+tokens are forced, one by one, through the plain path (one row a pass), and each must be the argmax
+there or within a few units in the last place of it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ DEFAULT_MAX_ULPS = {
     torch.float32: 256.0,
     torch.float64: 256.0,
 }
-"""Allowed distance from the argmax, in units in the last place of the largest logit: a few roundings of
-the final product in half precision; in float32 and float64 the rounding of all layers adds up."""
+"""Allowed distance from the argmax, in units in the last place of the largest logit: a few
+roundings of the final product in half precision; in float32 and float64 the rounding of all layers
+adds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,12 @@ def check_greedy(
         The report.
 
     Raises:
-        ValueError: The engine is busy.
+        ValueError: The engine is busy, or the text is none that it can have made.
     """
     if engine.has_work:
         raise ValueError("the engine has requests to run; check its texts when it is idle")
     target, cache = engine.target, engine.cache
+    _check_text(prompt_ids, token_ids, target.vocab_size, target.max_model_len)
     allowed = DEFAULT_MAX_ULPS[target.dtype] if max_ulps is None else max_ulps
     all_ids = np.array([*prompt_ids, *token_ids], dtype=np.int64)
     first = len(prompt_ids)
@@ -107,16 +109,29 @@ def check_greedy(
     )
 
 
+def _check_text(
+    prompt_ids: Sequence[int], token_ids: Sequence[int], vocab_size: int, max_model_len: int
+) -> None:
+    num_tokens = len(prompt_ids) + len(token_ids)
+    if not len(prompt_ids) or num_tokens > max_model_len:
+        raise ValueError(
+            f"prompt and text have {len(prompt_ids)} and {len(token_ids)} tokens; allowed is a "
+            f"prompt of one or more, and {max_model_len} together"
+        )
+    for token_id in (*prompt_ids, *token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"token id {token_id} is outside of the vocabulary of {vocab_size}")
+
+
 def _next_logits(
     engine: Engine, request: Request, known: np.ndarray, slot: int, start: int
 ) -> torch.Tensor:
-    """Logits after ``known``, float32 [V]: the prompt in the engine's chunks, then one row a pass."""
+    """Logits after ``known``, float32 [V]: the prompt in the engine's chunks, then row by row."""
     chunk = engine.config.max_num_batched_tokens
     while True:
         num_rows = min(chunk, len(known) - start)
-        segment = Segment(
-            request, known, slot, start, num_rows, is_decode=start > 0 and num_rows == 1
-        )
+        is_decode = start >= len(request.prompt_ids)  # as the engine has it, to the last bit
+        segment = Segment(request, known, slot, start, num_rows, is_decode)
         output = engine.runner.forward(StepPlan((segment,)), DraftBatch.empty(1))
         start += num_rows
         if start == len(known):
@@ -126,6 +141,8 @@ def _next_logits(
 def _ulps_behind(logits: torch.Tensor, token_id: int, dtype: torch.dtype) -> float:
     best = float(logits.max())
     gap = best - float(logits[token_id])
+    if not math.isfinite(gap):
+        return math.inf  # no argmax to be near to
     if gap == 0:
         return 0.0
     # eps is the spacing of numbers just above 1; the spacing at `best` scales with its exponent.

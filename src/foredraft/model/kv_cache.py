@@ -21,6 +21,9 @@ import torch
 
 from foredraft.types import Int64Array
 
+ROW_BLOCK = 64
+"""A slot holds whole blocks of this many rows, so that attention can read whole blocks."""
+
 _PAGE = mmap.PAGESIZE
 
 
@@ -39,7 +42,7 @@ class ContiguousKVCache:
     Args:
         layers: Shape of each layer.
         num_slots: Most requests that hold KV at once.
-        capacity: Rows of a slot.
+        capacity: Rows of a slot, rounded up to a multiple of ``ROW_BLOCK``.
         dtype: Of keys and values.
         device: Where they lie.
     """
@@ -55,13 +58,13 @@ class ContiguousKVCache:
         """Reserve the slots; on a CPU no page is committed yet."""
         self.layers = tuple(layers)
         self.num_slots = num_slots
-        self.capacity = capacity
+        self.capacity = -(-capacity // ROW_BLOCK) * ROW_BLOCK
         self._dtype = dtype
         self._device = device
         self._stores = [
             (
-                _Store((num_slots, capacity, layer.num_kv_heads, layer.key_dim), dtype, device),
-                _Store((num_slots, capacity, layer.num_kv_heads, layer.value_dim), dtype, device),
+                _Store((num_slots, self.capacity, layer.num_kv_heads, layer.key_dim), dtype, device),
+                _Store((num_slots, self.capacity, layer.num_kv_heads, layer.value_dim), dtype, device),
             )
             for layer in self.layers
         ]

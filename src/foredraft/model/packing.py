@@ -3,6 +3,11 @@
 Rows come in segment order; a segment's rows are its committed tokens and then its draft nodes.
 Decode segments whose slots lie side by side share one attention call; a prompt chunk has its own.
 Masks are made once a step and window, not once a layer, and windows are measured in positions.
+
+Decode rows attend to their keys rounded up to whole blocks, the rest masked. The kernels add up the
+keys of a block in a fixed order, so a row's result then does not depend, to the last bit, on how many
+draft nodes stand behind it. With matrix products of which the same holds (oneDNN's bfloat16 products
+on AMX, up to 32 rows, as measured) a pass over a draft gives the very bits of plain decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.model.attention import AttentionOptions, attend_causal, attend_folded
-from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.kv_cache import ROW_BLOCK, ContiguousKVCache
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan
 
@@ -49,7 +54,8 @@ class _DecodeGroup:
 
     @property
     def most_keys(self) -> int:
-        return max(self.num_keys)
+        """Keys that the attention call reads: the most of any segment, in whole blocks."""
+        return -(-max(self.num_keys) // ROW_BLOCK) * ROW_BLOCK
 
     @property
     def is_even(self) -> bool:
@@ -123,7 +129,7 @@ class PackedPass:
         self._kv_rows = torch.from_numpy(np.concatenate(kv_rows)).to(device)
         self._chunks, self._groups = self._group()
         self._pad_rows = [None if g.is_even else self._padding(g) for g in self._groups]
-        self._masks: dict[tuple[int, int | None, int], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
 
     def attend(
         self,
@@ -235,8 +241,8 @@ class PackedPass:
         out = out.reshape(1, batch * most, num_heads, -1)
         return out if padding is None else out[:, padding[1]]
 
-    def _group_mask(self, index: int, window: int | None, share: int) -> torch.Tensor | None:
-        """Additive [B, 1, share * most_rows, most_keys]; ``None`` where every row sees every key."""
+    def _group_mask(self, index: int, window: int | None, share: int) -> torch.Tensor:
+        """Additive [B, 1, share * most_rows, most_keys]."""
         name = (index, window, share)
         if name not in self._masks:
             group = self._groups[index]
@@ -248,8 +254,7 @@ class PackedPass:
                 _fill_seen(
                     seen[i], segment.start, ancestors(tree), depths(tree), _no_window(window)
                 )
-            mask = None if seen.all() else self._additive(seen)[:, None].repeat(1, 1, share, 1)
-            self._masks[name] = mask
+            self._masks[name] = self._additive(seen)[:, None].repeat(1, 1, share, 1)
         return self._masks[name]
 
     def _attend_chunk(

@@ -37,7 +37,9 @@ class Stream(IntEnum):
     PICK = 0
     """The target's own picks (and a model drafter's, on purpose, under the default rule)."""
     DRAFT = 1
-    """Drafts drawn for a classical rule."""
+    """Drafts drawn for a classical rule. Block and traversal look at deeper tokens before shorter
+    prefixes fail, so a position may be drafted again from noise already spent: such noise must be
+    keyed by the root position of the step, and by node within it, not by position alone."""
     ACCEPT = 2
     """Accept-or-reject coins of a classical rule."""
     RECOVER = 3

@@ -23,6 +23,10 @@ from foredraft.params import SamplingParams
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
+_INT64_MAX = 2**63 - 1
+_HOTTEST = 1e38
+"""Top-p weights are float32: above this temperature all are equal, and infinity would make NaN."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
@@ -46,7 +50,7 @@ class RowParams:
         temperature = np.array([0.0 if p.is_greedy else p.temperature for p in params])
         return RowParams(
             np.repeat(temperature, repeats),
-            np.repeat(np.array([p.top_k for p in params], dtype=np.int64), repeats),
+            np.repeat(np.array([min(p.top_k, _INT64_MAX) for p in params], np.int64), repeats),
             np.repeat(np.array([p.top_p for p in params]), repeats),
             np.repeat(np.array([p.min_p for p in params]), repeats),
         )
@@ -88,7 +92,7 @@ def cuts_by_sorting(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
             cut = float(ranked[top_k - 1])
         if params.top_p[row] < 1:
             kept = ranked[ranked >= cut]
-            weights = torch.exp((kept - kept[0]) / np.float32(temperature)).double()
+            weights = torch.exp((kept - kept[0]) / np.float32(min(temperature, _HOTTEST))).double()
             before = torch.cumsum(weights, 0) - weights
             # The first of equal logits decides for all of them: ties are kept together.
             is_kept = before < float(params.top_p[row]) * weights.sum()
@@ -230,7 +234,8 @@ def _cuts_cpu(logits: torch.Tensor, params: RowParams) -> Float32Array:
         line = logits[row]
         temperature = params.temperature[row]
         if params.top_p[row] < 1:
-            weights = torch.exp((line - line.max()) / float(np.float32(temperature))).numpy()
+            scale = float(np.float32(min(temperature, _HOTTEST)))
+            weights = torch.exp((line - line.max()) / scale).numpy()
         else:
             weights = np.empty(0, dtype=np.float32)
         out[row] = _row_cut(

@@ -7,10 +7,12 @@ the target's logits.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foredraft.sampling.noise import Stream, units
 from foredraft.sampling.pick import Picks, pick
 from foredraft.sampling.processors import RowParams, probs
+from foredraft.tree.tree import depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan, TargetOutput, Verdict
 from foredraft.verify.block import block
 from foredraft.verify.coins import Coins
@@ -46,8 +48,6 @@ def verify(plan: StepPlan, drafts: DraftBatch, target: TargetOutput) -> Verdict:
 
 def _pick_positions(plan: StepPlan, drafts: DraftBatch, num_rows: Int64Array) -> Int64Array:
     """Absolute position of the token that each logit row picks."""
-    from foredraft.tree.tree import depths
-
     parts = [
         segment.root_position
         + 1
@@ -65,7 +65,7 @@ def _verify_classical(
     params: RowParams,
     picks: Picks,
     verdict: Verdict,
-    is_classical: np.ndarray,
+    is_classical: NDArray[np.bool_],
 ) -> Verdict:
     """Replace the walk's verdict for segments under a classical rule."""
     paths, tokens = [], []
@@ -89,7 +89,7 @@ def _verify_classical(
         draft_ids = drafts.token_ids[nodes]
         dist_ids = None if drafts.dist_ids is None else drafts.dist_ids[nodes]
         rule = _CLASSICAL[segment.request.speculation.verification]
-        path, token = rule(
+        nodes_path, token = rule(
             draft_ids,
             drafts.parents[nodes],
             probs(target.logits[rows], params.rows(rows)),
@@ -97,7 +97,7 @@ def _verify_classical(
             dist_ids,
             _coins(segment.request.seed, segment.root_position + 1, 1 + len(draft_ids)),
         )
-        path = np.asarray(path, dtype=np.int64)
+        path = np.asarray(nodes_path, dtype=np.int64)
         paths.append(path)
         tokens.append(np.append(draft_ids[path - 1], token))
     return Verdict(

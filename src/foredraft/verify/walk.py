@@ -29,7 +29,8 @@ def walk(drafts: DraftBatch, picks: Picks, row_offsets: Int64Array) -> Verdict:
             segment without rows (a prompt chunk) emits nothing.
 
     Returns:
-        The verdict. A segment with a non-finite row on its path emits nothing and is marked.
+        The verdict. A segment whose path leads to a non-finite row is marked, and emits the
+        accepted tokens up to there without a further one, as plain decoding does.
     """
     num_segments = len(row_offsets) - 1
     num_nodes = len(drafts.token_ids)
@@ -80,14 +81,10 @@ def _walk(  # type: ignore[no-untyped-def]
         first_row = row_offsets[segment]
         if row_offsets[segment + 1] > first_row:
             first_node = offsets[segment]
-            path_start = num_path
-            token_start = num_tokens
             row = 0
             while True:
                 if not pick_is_finite[first_row + row]:
                     is_finite[segment] = False
-                    num_path = path_start
-                    num_tokens = token_start
                     break
                 token = picks[first_row + row]
                 token_ids[num_tokens] = token

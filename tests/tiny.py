@@ -102,9 +102,19 @@ def family_config(family: str) -> Any:
 
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt_neox", "mixtral",
-    "gpt_oss", "gpt2",
-)  # fmt: skip
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "mixtral",
+    "gpt_oss",
+    "gpt2",
+)
 
 
 def family_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
@@ -147,9 +157,17 @@ def table_target(
 ) -> Target:
     """A target made of a table; no tokenizer, and a layer of 8 bytes a token that nobody writes."""
     return Target(
-        "table", TableModel(table), None, (LayerShape(1, 1, 1),), len(table), max_model_len,
-        eos_ids, torch.float32, torch.device("cpu"), False,
-    )  # fmt: skip
+        "table",
+        TableModel(table),
+        None,
+        (LayerShape(1, 1, 1),),
+        len(table),
+        max_model_len,
+        eos_ids,
+        torch.float32,
+        torch.device("cpu"),
+        False,
+    )
 
 
 def table_text(
@@ -286,7 +304,7 @@ class ScriptDrafter(Drafter):
     Kinds: ``right`` drafts what will come; ``half`` spoils each node with chance 1/2; ``wrong``
     spoils all; ``random`` draws tokens; ``noise`` sees the target's noise and drafts the tokens it
     favours most; ``against`` sees the noise and the text and drafts whatever else scores best;
-    ``first:k`` drafts ``k`` right tokens and then wrong ones. With ``width`` above 1 every node gets
+    ``first:k`` drafts ``k`` right tokens, then wrong ones. With ``width`` above 1 every node gets
     siblings, the right token among them at a random place.
 
     Args:
@@ -374,7 +392,7 @@ class ScriptDrafter(Drafter):
         if right is None or self._kind in ("wrong", "against"):
             return others[:count]
         if self._kind in ("random", "noise"):
-            return sorted([right, *others], key=lambda t: (others + [right]).index(t))[:count]
+            return sorted([right, *others], key=lambda t: [*others, right].index(t))[:count]
         if self._kind == "half" and rng.random() < 0.5:
             return others[:count]
         if self._kind.startswith("first:") and depth > int(self._kind.split(":")[1]):

@@ -1,4 +1,4 @@
-"""Options of an engine, frozen and strict: an unknown key or a bad value raises before any loading."""
+"""Options of an engine, frozen and strict: a bad one raises before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class EngineConfig:
     Attributes:
         model: ``default`` (the embedded model), a Hugging Face folder or hub name, or a ``.gguf``.
         dtype: ``auto`` takes bfloat16 where the machine computes in it, else float32.
-        device: ``auto`` takes CUDA where there is one, else the CPU; or ``cpu``, ``cuda``, ``cuda:1``.
+        device: ``auto`` takes CUDA where there is one, else the CPU; or ``cpu``, ``cuda``,
+        ``cuda:1``.
         max_num_requests: Most requests that run at once; the rest wait.
         max_model_len: Most tokens of prompt and output together; ``None`` takes the model's own.
         max_num_batched_tokens: Most prompt tokens computed in one step.
@@ -44,7 +45,8 @@ class EngineConfig:
         """Check every field."""
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(
-                f"model is {self.model!r}; allowed is 'default', a folder, a hub name or a .gguf file."
+                f"model is {self.model!r}; allowed is 'default', a folder, a hub name or a .gguf "
+                f"file."
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed is one of {', '.join(DTYPES)}.")
@@ -67,21 +69,24 @@ class EngineConfig:
             or gigabytes <= 0
         ):
             raise ConfigError(
-                f"kv_cache_gb is {gigabytes!r}; allowed is a number above 0, or None for a share of "
+                f"kv_cache_gb is {gigabytes!r}; allowed is a number above 0, or None for a share "
+                f"of "
                 "the free memory."
             )
         if not isinstance(self.drafter_options, Mapping):
             raise ConfigError(
-                f"drafter_options is {self.drafter_options!r}; allowed is a mapping of method to options."
+                f"drafter_options is {self.drafter_options!r}; allowed is a mapping of method to "
+                f"options."
             )
 
 
 def make_config(cls: type[Any], options: Mapping[str, Any], owner: str) -> Any:
-    """Build the config dataclass ``cls`` from ``options``; an unknown key raises ``ConfigError``."""
+    """Build the config ``cls`` from ``options``; an unknown key raises ``ConfigError``."""
     known = [f.name for f in dataclasses.fields(cls)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(
-            f"{owner} has no option {', '.join(map(repr, unknown))}; allowed are {', '.join(known)}."
+            f"{owner} has no option {', '.join(map(repr, unknown))}; allowed are "
+            f"{', '.join(known)}."
         )
     return cls(**options)

@@ -1,4 +1,7 @@
-"""The few kinds of error foredraft raises; every message says what was given, what is allowed and what to do."""
+"""The few kinds of error foredraft raises.
+
+Every message says what was given, what is allowed and what to do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ class ForedraftError(Exception):
 
 
 class InvalidRequestError(ForedraftError, ValueError):
-    """A prompt or a per-request parameter that cannot be honoured; other requests are not touched."""
+    """A prompt or a parameter that cannot be honoured; other requests are not touched."""
 
 
 class ConfigError(ForedraftError, ValueError):
@@ -16,7 +19,7 @@ class ConfigError(ForedraftError, ValueError):
 
 
 class ModelLoadError(ForedraftError):
-    """A model that is missing, broken, or of a kind whose state cannot be verified and rolled back."""
+    """A model that is missing, broken, or of a kind whose state cannot be rolled back."""
 
 
 class MissingExtraError(ForedraftError, ImportError):

@@ -1,4 +1,4 @@
-"""What one request may ask for: how tokens are picked, and how it speculates. Checked once, here."""
+"""What one request may ask for: how tokens are picked, how it speculates. Checked here, once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _number(name: str, value: Any, allowed: str, advice: str) -> float:
         return float(value)
     except OverflowError as error:
         raise InvalidRequestError(
-            f"{name} is an integer of {value.bit_length()} bits; allowed is {allowed}. {advice}"
+            f"{name} is an integer of {int(value).bit_length()} bits; allowed is {allowed}. "
+            f"{advice}"
         ) from error
 
 
@@ -41,11 +42,14 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 (argmax, the default) or above; below 1e-5 counts as 0.
-        top_k: Keep the ``top_k`` likeliest tokens (ties with the last one are kept too); 0 keeps all.
+        top_k: Keep the ``top_k`` likeliest tokens (ties with the last one are kept too); 0 keeps
+        all.
         top_p: Keep the smallest set of likeliest tokens whose mass, among those ``top_k`` kept,
             reaches ``top_p``; in (0, 1], 1 keeps all.
-        min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; in [0, 1], 0 keeps all.
-        seed: Fixes the text, whatever is drafted and whatever else is in the batch. ``None`` draws a
+        min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; in [0, 1], 0 keeps
+        all.
+        seed: Fixes the text, whatever is drafted and whatever else is in the batch. ``None`` draws
+        a
             random seed, which the result reports.
         max_tokens: Most tokens to generate; ``None`` means up to the context length.
         stop_token_ids: Token ids that end the text, besides the model's own end-of-sequence ids.
@@ -94,7 +98,8 @@ class SamplingParams:
             )
             if not 0 <= seed < 2**63:
                 raise InvalidRequestError(
-                    f"seed is {seed}; allowed is an integer in [0, 2**63). Leave it out for a random one."
+                    f"seed is {seed}; allowed is an integer in [0, 2**63). Leave it out for a "
+                    f"random one."
                 )
         if self.max_tokens is not None:
             allowed = "an integer of 1 or more"
@@ -114,7 +119,8 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             if _integer("stop_token_ids", token_id, "token ids of 0 or more", "Remove it.") < 0:
                 raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}; allowed are token ids of 0 or more. Remove it."
+                    f"stop_token_ids holds {token_id}; allowed are token ids of 0 or more. Remove "
+                    f"it."
                 )
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(
@@ -132,7 +138,8 @@ class SpeculationParams:
     """How one request speculates. Nothing here can change its text under the default rule.
 
     Attributes:
-        method: ``none`` (plain decoding), a registered method such as ``ngram``, or ``module:Class``
+        method: ``none`` (plain decoding), a registered method such as ``ngram``, or
+        ``module:Class``
             for a drafter of your own.
         num_speculative_tokens: Most draft tokens (tree nodes) in a step; 0 is plain decoding.
         verification: ``walk`` (the default: token-identical to plain decoding), or one of the
@@ -161,7 +168,8 @@ class SpeculationParams:
             )
         if self.verification not in VERIFICATIONS:
             raise InvalidRequestError(
-                f"verification is {self.verification!r}; allowed is one of {', '.join(VERIFICATIONS)}. "
+                f"verification is {self.verification!r}; allowed is one of "
+                f"{', '.join(VERIFICATIONS)}. "
                 "Leave it out for 'walk'."
             )
 

@@ -25,7 +25,7 @@ def method_names() -> list[str]:
 
 
 def check_method(name: str) -> None:
-    """Raise ``InvalidRequestError`` unless ``name`` is a method or has the form ``module:Class``."""
+    """Raise ``InvalidRequestError`` unless ``name`` is a method or ``module:Class``."""
     if name == PLAIN or name in METHODS:
         return
     module, _, attribute = name.partition(":")
@@ -33,7 +33,8 @@ def check_method(name: str) -> None:
         module and attribute.isidentifier() and all(p.isidentifier() for p in module.split("."))
     ):
         raise InvalidRequestError(
-            f"method is {name!r}; allowed is one of {', '.join(method_names())}, or 'module:Class' for "
+            f"method is {name!r}; allowed is one of {', '.join(method_names())}, or "
+            f"'module:Class' for "
             "a drafter of your own. Choose one of these."
         )
 
@@ -55,7 +56,8 @@ def drafter_class(name: str) -> Any:
         ) from error
     except AttributeError as error:
         raise InvalidRequestError(
-            f"method is {name!r}, but module {module_name!r} has no {attribute!r}; check the spelling."
+            f"method is {name!r}, but module {module_name!r} has no {attribute!r}; check the "
+            f"spelling."
         ) from error
     if not isinstance(found, type) or not hasattr(found, "Config"):
         raise InvalidRequestError(

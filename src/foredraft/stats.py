@@ -6,7 +6,8 @@ Definitions, for one request or summed over many:
   pass that ends its prompt emits a token too, but verifies nothing and is not counted.
 * ``num_drafts`` counts verify steps that had at least one draft token.
 * A draft token is *accepted* if it was emitted: one cut off by a stop rule is not.
-* Position ``k`` is the depth ``k`` of a draft (from 1): accepted at ``k`` means at least ``k`` draft
+* Position ``k`` is the depth ``k`` of a draft (from 1): accepted at ``k`` means at least ``k``
+draft
   tokens of that step were accepted.
 """
 

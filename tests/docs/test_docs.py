@@ -1,4 +1,4 @@
-"""README and docs say what is true: their code runs, their commands run, their links and paths exist."""
+"""README and docs say what is true: code and commands run, links and paths exist."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_commands_run(page: Path, line: str) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets
         return
-    assert words[0].startswith(".venv/bin/"), f"{page.name} has a command that no test knows: {line}"
+    assert words[0].startswith(".venv/bin/"), (
+        f"{page.name} has a command that no test knows: {line}"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_names(PAGES))

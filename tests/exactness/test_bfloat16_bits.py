@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.tiny import CONTEXT, VOCAB, ScriptDrafter, engine, family_target, run
 
 from foredraft.model.kv_cache import ContiguousKVCache
 from foredraft.model.packed_linear import can_pack
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.types import DraftBatch, Request, Segment, StepPlan
-from tests.tiny import CONTEXT, VOCAB, ScriptDrafter, engine, family_target, run
 
 PLAIN = SpeculationParams(method="none")
 
@@ -69,9 +69,7 @@ def test_text_is_plain_decodings(target, kind: str, temperature: float) -> None:
         for i in range(len(prompts))
     ]
     the_engine = engine(target)
-    texts = [
-        run(the_engine, [p], s, PLAIN)[0] for p, s in zip(prompts, samplings, strict=True)
-    ]
+    texts = [run(the_engine, [p], s, PLAIN)[0] for p, s in zip(prompts, samplings, strict=True)]
     whole = [p + t for p, t in zip(prompts, texts, strict=True)]
     drafter = ScriptDrafter(kind, whole, seed=3)
     drafting = engine(target, {"script": drafter})

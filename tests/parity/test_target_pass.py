@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.tiny import CONTEXT, FAMILIES, VOCAB, family_model, family_target
 
 from foredraft.engine.commit import _keep_path
 from foredraft.model.kv_cache import ContiguousKVCache
@@ -12,7 +13,6 @@ from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.tree.tree import ancestors
 from foredraft.types import DraftBatch, Request, Segment, StepPlan
-from tests.tiny import CONTEXT, FAMILIES, VOCAB, family_model, family_target
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 

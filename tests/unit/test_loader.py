@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -393,6 +396,66 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(tmp_path: Path) -> None:
     assert lines[0] == "loaded 352 True"
     assert "HF_HUB_OFFLINE is set" in lines[1]
     assert seconds < 10
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """As much of a model hub as it takes to download ``tiny/llama``."""
+
+    folder: Path
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self.wfile.write(self._answer())
+
+    def _answer(self) -> bytes:
+        path = self.path.split("?")[0].strip("/")
+        files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
+        headers = {"X-Repo-Commit": "a" * 40}
+        status, body = 200, b"{}"
+        if "/resolve/" in path and path.startswith("tiny/llama/"):
+            name = path.split("/", 4)[-1]
+            if name in files:
+                body = files[name]
+                headers["ETag"] = f'"{hashlib.sha1(body).hexdigest()}"'
+            else:
+                status, headers["X-Error-Code"] = 404, "EntryNotFound"
+        elif path.startswith("api/models/tiny/llama/tree"):
+            entries = [{"type": "file", "path": n, "size": len(b)} for n, b in files.items()]
+            body = json.dumps([entry | {"oid": "0"} for entry in entries]).encode()
+        elif path == "api/models/tiny/llama":
+            siblings = [{"rfilename": name} for name in files]
+            body = json.dumps({"id": "tiny/llama", "sha": "a" * 40, "siblings": siblings}).encode()
+        elif path:
+            status, headers["X-Error-Code"] = 404, "RepoNotFound"
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        return body
+
+
+@pytest.mark.slow
+def test_a_hub_name_is_downloaded_once(whole: Path, tmp_path: Path) -> None:
+    handler = type("Handler", (_Hub,), {"folder": whole})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        lines, _ = _ask_hub(endpoint, tmp_path, "tiny/llama", "tiny/llama", "tiny/other")
+        server.shutdown()
+    assert lines[0].startswith("Asking the model hub for tiny/llama")
+    assert lines[1] == lines[2] == "loaded 352 True"
+    assert lines[3].startswith("Asking the model hub for tiny/other")
+    assert lines[4].startswith(
+        "ModelLoadError 'tiny/other' is no local path, and the model hub did"
+    )
+    assert len(lines) == 5
+    assert _ask_hub(endpoint, tmp_path, "tiny/llama")[0] == ["loaded 352 True"]  # it is gone
 
 
 # ------------------------------------------------------------- models that cannot be a target

@@ -174,7 +174,7 @@ def test_the_ends_are_never_reached(bits: int, v: float) -> None:
 
 
 def test_gumbel_is_exact_at_both_ends() -> None:
-    """-log(-log(1 - v)) to a few units in the last place, where a naive form loses every digit."""
+    """-log(-log(1 - v)) to a few units in the last place, for the smallest and the largest v."""
     for bits in (0, 1, 2, 3, 1000, 1 << 20, 1 << 40, 1 << 51, (1 << 52) - 2, (1 << 52) - 1):
         v = Fraction(2 * bits + 1, 1 << 53)
         seed = seed_for(bits, 3, 8)

@@ -7,6 +7,8 @@ would fail by chance; there are about forty checks in this file, so 4e-5 for the
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -363,3 +365,23 @@ def test_noise_follows_the_absolute_position() -> None:
     assert len(set(picks.tolist())) > 10
     again = pick(rows, row_params(num=50), np.full(50, 3), positions[::-1].copy()).token_ids
     np.testing.assert_array_equal(again, picks[::-1])
+
+
+def test_threads_stay_as_they_were_chosen() -> None:
+    """Picking in parallel starts numba's threads, which must not change how many PyTorch uses."""
+    program = """
+import os
+import numpy as np, torch
+from foredraft.sampling.pick import pick
+from foredraft.sampling.processors import RowParams
+logits, zeros = torch.randn(4, 50_000), np.zeros(4)
+for num_threads in (1, 1 + os.cpu_count(), 2, 1, 3):
+    torch.set_num_threads(num_threads)
+    for temperature in (0.0, 1.0):
+        params = RowParams(zeros + temperature, zeros.astype(np.int64), zeros + 1, zeros)
+        pick(logits, params, np.arange(4), np.arange(4))
+        assert torch.get_num_threads() == num_threads, torch.get_num_threads()
+print("the same")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "the same", done.stderr[-2000:]

@@ -1,10 +1,11 @@
-"""``make bench-decode``: plain decoding against Transformers, n-gram drafting against plain decoding,
-the price of a verify pass, the host's share of a step, and memory.
+"""``make bench-decode``: what decoding costs here, each figure against its baseline.
+
+Plain decoding against Transformers, n-gram drafting against plain decoding, the price of a verify
+pass, the host's share of a step, and memory.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from typing import Any
@@ -92,13 +93,13 @@ def _against_transformers(
 
     sides = {"transformers": transformers, "foredraft plain": foredraft}
     rates = harness.interleave(sides, rounds, tell=progress)
-    summary["plain_vs_transformers"] = harness.ratio(rates["foredraft plain"], rates["transformers"])
+    summary["plain_vs_transformers"] = harness.ratio(
+        rates["foredraft plain"], rates["transformers"]
+    )
     cells += [
         {"what": "plain", "side": name, "tokens_per_s": harness.spread(values)}
         for name, values in rates.items()
     ]
-    del theirs
-    gc.collect()
 
 
 def _workloads(
@@ -118,14 +119,16 @@ def _workloads(
         prompt = workloads.as_chat(text)
         outputs: dict[str, Any] = {}
 
-        def side(key: str, speculation: SpeculationParams, prompt: Any = prompt, outputs: Any = outputs) -> float:
+        def side(
+            key: str, speculation: SpeculationParams, prompt: Any = prompt, outputs: Any = outputs
+        ) -> float:
             output = llm.generate(prompt, _greedy(_MAX_TOKENS), speculation)[0]
             outputs[key] = output
             return float(output.stats.tokens_per_s or 0.0)
 
         sides = {
-            f"{name} plain": lambda: side("plain", _PLAIN),  # noqa: B023 - called in this round only
-            f"{name} ngram": lambda: side("ngram", _NGRAM),  # noqa: B023
+            f"{name} plain": lambda: side("plain", _PLAIN),
+            f"{name} ngram": lambda: side("ngram", _NGRAM),
         }
         rates = harness.interleave(sides, rounds, tell=progress)
         plain, ngram = rates[f"{name} plain"], rates[f"{name} ngram"]
@@ -239,5 +242,3 @@ def _table(summary: dict[str, Any]) -> list[str]:
         f"n-gram against plain, chat                    {summary['ngram_vs_plain_chat']:.2f}x",
         f"verify pass against one row                   {cost}",
     ]
-
-

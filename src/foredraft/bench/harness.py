@@ -1,7 +1,7 @@
 """What every benchmark shares: the machine, interleaved rounds, medians, and one JSON line.
 
-Every figure is a ratio against a baseline of the same run. Sides are run in turn, round by round, and
-the ratio is the median of the rounds' own ratios, so that a machine that slows down slows both.
+Every figure is a ratio against a baseline of the same run. Sides are run in turn, round by round,
+and the ratio is the median of the rounds' own ratios, so that a machine that slows down slows both.
 """
 
 from __future__ import annotations

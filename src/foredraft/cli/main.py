@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import typer
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = {"generate": generate, "bench": bench}
+_COMMANDS: dict[str, Callable[..., None]] = {"generate": generate, "bench": bench}
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
 

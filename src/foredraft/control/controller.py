@@ -11,8 +11,8 @@ from foredraft.types import Budgets, StepPlan
 class FixedController:
     """Gives each request the ``num_speculative_tokens`` it asked for, as far as there is room.
 
-    A step emits at most one token more than it drafts, so a request with ``r`` tokens left drafts at
-    most ``r - 1``. Prompt chunks and plain requests draft nothing.
+    A step emits at most one token more than it drafts, so a request with ``r`` tokens left drafts
+    at most ``r - 1``. Prompt chunks and plain requests draft nothing.
     """
 
     def budget(self, plan: StepPlan) -> Budgets:

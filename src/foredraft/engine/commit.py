@@ -1,4 +1,4 @@
-"""The one place where a step becomes part of a request: tokens, KV, counters and stop rules together.
+"""The one place where a step becomes part of a request: tokens, KV, counters and stop rules.
 
 A stop rule may end a request in the middle of an accepted span. Then everything behind the stop is
 dropped here, at once, from all of them: nothing else ever trims.
@@ -15,7 +15,8 @@ from foredraft.model.kv_cache import ContiguousKVCache
 from foredraft.types import Delta, DraftBatch, Int64Array, StepPlan, Verdict
 
 _NON_FINITE = (
-    "the target gave logits that are not finite, so no token can be picked; check the model's weights, "
+    "the target gave logits that are not finite, so no token can be picked; check the model's "
+    "weights, "
     "or load it in float32"
 )
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from foredraft.config import make_config
 from foredraft.drafters.base import DrafterContext
-from foredraft.errors import InvalidRequestError
 from foredraft.registry import PLAIN, drafter_class
 from foredraft.tree import tree
 from foredraft.types import (
@@ -71,7 +70,7 @@ class Drafting:
             self._drafter(request.speculation.method)
 
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
-        """Ask each method for the drafts of its own requests; nobody else's budget is shown to it."""
+        """Ask each method for the drafts of its own requests; it sees no other budget."""
         num_segments = len(plan.segments)
         methods = np.array([s.request.speculation.method for s in plan.segments])
         wanted = sorted(set(methods[budgets.max_nodes > 0].tolist()))
@@ -149,22 +148,20 @@ def _problems(
     problems: dict[int, str] = {}
     num_nodes = batch.num_nodes
     for index in np.nonzero(num_nodes > budgets.max_nodes)[0].tolist():
-        problems[index] = (
-            f"has {num_nodes[index]} nodes on a budget of {budgets.max_nodes[index]}"
-        )
+        problems[index] = f"has {num_nodes[index]} nodes on a budget of {budgets.max_nodes[index]}"
     is_outside = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)
     for node in np.nonzero(is_outside)[0]:
         index = int(np.searchsorted(batch.offsets, node, side="right")) - 1
         problems[index] = f"holds token id {batch.token_ids[node]}, outside the vocabulary"
-    for index in np.nonzero(num_nodes)[0]:
+    for index in np.nonzero(num_nodes)[0].tolist():
         parents = batch.parents[batch.offsets[index] : batch.offsets[index + 1]]
         try:
             tree.check(parents)
         except ValueError as error:
-            problems[int(index)] = f"is no tree ({error})"
+            problems[index] = f"is no tree ({error})"
             continue
         if not plan.segments[index].request.speculation.allows_trees and not tree.is_chain(parents):
-            problems[int(index)] = "branches under a rule that knows chains only"
+            problems[index] = "branches under a rule that knows chains only"
     return problems
 
 

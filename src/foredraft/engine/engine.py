@@ -98,7 +98,8 @@ class Engine:
             request_id: A name of its own; ``None`` makes one.
 
         Raises:
-            InvalidRequestError: The request cannot be honoured. Nothing is queued, nobody is disturbed.
+            InvalidRequestError: The request cannot be honoured. Nothing is queued, nobody is
+            disturbed.
         """
         sampling = sampling or SamplingParams()
         speculation = speculation or SpeculationParams()
@@ -182,13 +183,15 @@ class Engine:
         room = target.max_model_len - len(prompt_ids)
         if room < 1:
             raise InvalidRequestError(
-                f"the prompt has {len(prompt_ids)} tokens; allowed are {target.max_model_len - 1}, one less "
+                f"the prompt has {len(prompt_ids)} tokens; allowed are "
+                f"{target.max_model_len - 1}, one less "
                 f"than the context of {target.max_model_len}. Shorten the prompt."
             )
         for token_id in sampling.stop_token_ids:
             if token_id >= target.vocab_size:
                 raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}; allowed are ids below the vocabulary size of "
+                    f"stop_token_ids holds {token_id}; allowed are ids below the vocabulary size "
+                    f"of "
                     f"{target.vocab_size}. Remove it."
                 )
         eos_ids = frozenset() if sampling.ignore_eos else target.eos_ids
@@ -249,7 +252,8 @@ def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.
         raise InvalidRequestError(f"the prompt is no sequence of token ids ({error}).") from error
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise InvalidRequestError(
-            f"the prompt is an array of shape {ids.shape} and kind {ids.dtype}; allowed is a flat sequence "
+            f"the prompt is an array of shape {ids.shape} and kind {ids.dtype}; allowed is a flat "
+            f"sequence "
             "of integer token ids."
         )
     if ids.size == 0:
@@ -260,7 +264,8 @@ def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.
     if is_outside.any():
         place = int(np.argmax(is_outside))
         raise InvalidRequestError(
-            f"the prompt holds token id {int(ids[place])} at position {place}; allowed are ids from 0 to "
+            f"the prompt holds token id {int(ids[place])} at position {place}; allowed are ids "
+            f"from 0 to "
             f"{target.vocab_size - 1}. Check that the tokenizer is this model's."
         )
     return ids.astype(np.int64)

@@ -11,8 +11,10 @@ from foredraft.types import StepPlan
 
 
 class Scheduler:
-    """First come, first served. A request is admitted when a slot is free and all the KV it may come
-    to need fits under the bound, so that none is ever put out again.
+    """First come, first served.
+
+    A request is admitted when a slot is free and all the KV it may come to need fits under the
+    bound, so that none is ever put out again.
 
     Args:
         cache: Where slots come from.
@@ -57,13 +59,14 @@ class Scheduler:
         """
         if state.most_rows > self._max_rows:
             raise InvalidRequestError(
-                f"prompt and max_tokens come to {state.most_rows} tokens; the KV memory bound holds "
+                f"prompt and max_tokens come to {state.most_rows} tokens; the KV memory bound "
+                f"holds "
                 f"{self._max_rows}. Lower max_tokens, shorten the prompt, or raise kv_cache_gb."
             )
         self._waiting[state.request.request_id] = state
 
     def schedule(self) -> StepPlan:
-        """Admit who fits, and return the step: decoding requests in slot order, then prompt chunks."""
+        """Admit who fits; return the step: decoding requests in slot order, then prompt chunks."""
         self._admit()
         chunks, decodes = [], []
         budget = self._max_num_batched_tokens

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 ATTENTION_NAME = "foredraft"
 """The name under which Transformers finds the function."""
@@ -75,7 +75,8 @@ def attention_function(
     the_pass: Pass | None = kwargs.get(PASS_ARGUMENT)
     if the_pass is None:
         raise RuntimeError(
-            "this model's attention runs inside foredraft only; load another copy with Transformers "
+            "this model's attention runs inside foredraft only; load another copy with "
+            "Transformers "
             "to call it directly"
         )
     if scaling is None:
@@ -112,7 +113,8 @@ def attend_folded(
     """
     if options.softcap is None and options.sinks is None:
         if query.shape[2] == 1:
-            # A product with a single row takes a kernel that adds in another order, and a plain step
+            # A product with a single row takes a kernel that adds in another order, and a plain
+            # step
             # would then differ from a verify pass in its last bits: give it a second row.
             query, mask = query.expand(-1, -1, 2, -1), mask.expand(-1, -1, 2, -1)
             return _sdpa(query, key, value, mask, options)[:, :, :1]
@@ -141,7 +143,9 @@ def _sdpa(
     mask: torch.Tensor,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.scaling)
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=options.scaling
+    )
 
 
 def attend_causal(
@@ -152,6 +156,6 @@ def attend_causal(
     Shapes: query [1, num_heads, n, key_dim], key and value [1, num_kv_heads, n, dim]; returns
     [1, num_heads, n, value_dim]. Soft-capped layers and layers with sinks are not for here.
     """
-    return F.scaled_dot_product_attention(
+    return functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=options.scaling, enable_gqa=True
     )

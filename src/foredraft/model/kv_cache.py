@@ -4,9 +4,9 @@ On a CPU the reservation is address space only: the operating system commits a p
 written, and a freed slot gives its pages back, so memory follows what is in use. Attention sees
 plain views; a slot's rows lie in position order, a row's heads side by side.
 
-Row ``i`` of a slot holds the token at position ``i`` once committed. During a step, draft node ``k``
-lies in row ``root position + k``; accepting a path copies its few rows into place. Positions are
-depths, so nothing is rotated again (design section 6).
+Row ``i`` of a slot holds the token at position ``i`` once committed. During a step, draft node
+``k`` lies in row ``root position + k``; accepting a path copies its few rows into place. Positions
+are depths, so nothing is rotated again (design section 6).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps a token: ``num_kv_heads`` keys of ``key_dim`` and values of ``value_dim``."""
+    """What one layer keeps a token: so many keys and values, of these sizes."""
 
     num_kv_heads: int
     key_dim: int
@@ -63,8 +63,12 @@ class ContiguousKVCache:
         self._device = device
         self._stores = [
             (
-                _Store((num_slots, self.capacity, layer.num_kv_heads, layer.key_dim), dtype, device),
-                _Store((num_slots, self.capacity, layer.num_kv_heads, layer.value_dim), dtype, device),
+                _Store(
+                    (num_slots, self.capacity, layer.num_kv_heads, layer.key_dim), dtype, device
+                ),
+                _Store(
+                    (num_slots, self.capacity, layer.num_kv_heads, layer.value_dim), dtype, device
+                ),
             )
             for layer in self.layers
         ]

@@ -31,6 +31,7 @@ from foredraft.model.diagnosis import (
 )
 from foredraft.model.gguf import converted_folder
 from foredraft.model.kv_cache import LayerShape
+from foredraft.model.large_pages import gather_into_large_pages
 from foredraft.model.probe import probe
 from foredraft.model.source import find_source
 
@@ -166,7 +167,9 @@ def prepare_target(
     keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     layers, vocab_size = probe(name, model)
     if packed_linear.can_pack(model.dtype, model.device):
+        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         packed_linear.pack_linear_layers(model)
+        gather_into_large_pages(weight_bytes)
     return Target(
         name=name,
         model=model,

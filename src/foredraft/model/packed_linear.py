@@ -1,9 +1,10 @@
 """Linear layers whose weights are laid out for oneDNN once, at load.
 
-A bfloat16 decode step on a CPU is bound by reading weights, and ``F.linear`` reads a bfloat16 matrix
-in its stored layout at a fraction of the memory's speed. The same product with the weight reordered
-once reads it several times faster. Same operands, same accumulation in float32; only the order of
-the sum, and so the last bit, may differ from ``F.linear``, for plain and speculative steps alike.
+A bfloat16 decode step on a CPU is bound by reading weights, and ``F.linear`` reads a bfloat16
+matrix in its stored layout at a fraction of the memory's speed. The same product with the weight
+reordered once reads it several times faster. Same operands, same accumulation in float32; only
+the order of the sum, and so the last bit, may differ from ``F.linear``, for plain and speculative
+steps alike.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ Decode segments whose slots lie side by side share one attention call; a prompt 
 Masks are made once a step and window, not once a layer, and windows are measured in positions.
 
 Decode rows attend to their keys rounded up to whole blocks, the rest masked. The kernels add up the
-keys of a block in a fixed order, so a row's result then does not depend, to the last bit, on how many
-draft nodes stand behind it. With matrix products of which the same holds (oneDNN's bfloat16 products
-on AMX, up to 32 rows, as measured) a pass over a draft gives the very bits of plain decoding.
+keys of a block in a fixed order, so a row's result then does not depend, to the last bit, on how
+many draft nodes stand behind it. With matrix products of which the same holds (oneDNN's bfloat16
+products on AMX, up to 32 rows, as measured) a pass over a draft gives the very bits of plain
+decoding.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ def _no_window(window: int | None) -> int:
 
 
 @numba.njit(cache=True)
-def _fill_seen(seen, start, ancestry, depth, window):  # type: ignore[no-untyped-def]
+def _fill_seen(seen, start, ancestry, depth, window):
     """Fill [most_rows, most_keys] for one request; padded rows see what the last real one sees."""
     num_rows = ancestry.shape[0]
     for row in range(seen.shape[0]):

@@ -19,7 +19,8 @@ class Runner:
     Args:
         target: The loaded model.
         cache: Where keys and values lie.
-        hidden_layers: Indices into Transformers' ``hidden_states`` (0 is the embedding's output, the
+        hidden_layers: Indices into Transformers' ``hidden_states`` (0 is the embedding's output,
+        the
             last is the final, normalised one) to hand out with every pass.
     """
 

@@ -1,4 +1,4 @@
-"""Position-keyed noise: a pure function of (seed, stream, position, token id), hashed and not drawn.
+"""Position-keyed noise: a pure function of (seed, stream, position, token id), hashed, not drawn.
 
 Every token of a position gets a 64-bit hash (the SplitMix64 finaliser, Steele et al. 2014, over a
 key of the seed, the stream and the position). Its upper 52 bits make ``v`` in (0, 1), and
@@ -65,7 +65,7 @@ def position_key(seed, stream, position):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always")
 def unit(key, index):  # type: ignore[no-untyped-def]
-    """``v`` in (0, 1) for one token (or index) of a position, on a grid of odd multiples of 2**-53."""
+    """``v`` in (0, 1) for a token (or index) of a position, an odd multiple of 2**-53."""
     bits = mix64(key + _GOLDEN * (np.uint64(index) + np.uint64(1))) >> _SHIFT_12
     return (np.float64(bits) + 0.5) * _TO_UNIT
 

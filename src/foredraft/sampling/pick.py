@@ -7,7 +7,9 @@ way of drafting pick the same tokens (design section 5). Equal scores go to the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -60,8 +62,10 @@ def pick(
     rows = logits.numpy()
     out = np.empty(len(rows), dtype=np.int64)
     if not params.temperature.any():
-        kernel = _argmax_parallel if rows.size >= _PARALLEL_FROM and len(rows) > 1 else _argmax
-        kernel(rows, out)
+        if _is_parallel(rows):
+            _in_parallel(_argmax_parallel, rows, out)
+        else:
+            _argmax(rows, out)
         return _as_picks(out)
     is_finite = np.isfinite(logits.amax(dim=-1).numpy())
     cut = np.full(len(rows), -np.inf, dtype=np.float32)
@@ -71,9 +75,29 @@ def pick(
         chosen = logits if len(index) == len(rows) else logits[torch.from_numpy(index)]
         cut[index] = cuts(chosen, usable).numpy()
     keys = position_keys(seeds, positions)
-    kernel = _pick_rows_parallel if rows.size >= _PARALLEL_FROM and len(rows) > 1 else _pick_rows
-    kernel(rows, params.temperature, cut, keys, out)
+    if _is_parallel(rows):
+        _in_parallel(_pick_rows_parallel, rows, params.temperature, cut, keys, out)
+    else:
+        _pick_rows(rows, params.temperature, cut, keys, out)
     return _as_picks(out)
+
+
+def _is_parallel(rows: NDArray[np.float32]) -> bool:
+    return rows.size >= _PARALLEL_FROM and len(rows) > 1 and torch.get_num_threads() > 1
+
+
+def _in_parallel(kernel: Callable[..., None], *arguments: NDArray[Any]) -> None:
+    """Run a kernel on as many threads as PyTorch has, and leave that number as it was.
+
+    Numba's OpenMP layer and PyTorch share one OpenMP runtime. When the layer starts, it sets the
+    number of threads to that of all cores, for PyTorch too, whatever the user had chosen.
+    """
+    num_threads = torch.get_num_threads()
+    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    numba.set_num_threads(min(num_threads, most))
+    kernel(*arguments)
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
 
 
 def _as_picks(out: NDArray[np.int64]) -> Picks:

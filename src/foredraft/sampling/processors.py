@@ -92,7 +92,8 @@ def cuts_by_sorting(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
             cut = float(ranked[top_k - 1])
         if params.top_p[row] < 1:
             kept = ranked[ranked >= cut]
-            weights = torch.exp((kept - kept[0]) / np.float32(min(temperature, _HOTTEST))).double()
+            scale = float(np.float32(min(temperature, _HOTTEST)))
+            weights = torch.exp((kept - kept[0]) / scale).double()
             before = torch.cumsum(weights, 0) - weights
             # The first of equal logits decides for all of them: ties are kept together.
             is_kept = before < float(params.top_p[row]) * weights.sum()

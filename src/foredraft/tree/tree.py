@@ -49,7 +49,7 @@ def _ancestors(parents, out):  # type: ignore[no-untyped-def]
 
 
 def ancestors(parents: Int64Array) -> NDArray[np.bool_]:
-    """Return who sees whom: bool [1 + n, 1 + n], True where the column is the row or its ancestor."""
+    """Return who sees whom, bool [1 + n, 1 + n]: a row sees itself and its ancestors."""
     size = len(parents) + 1
     out = np.zeros((size, size), dtype=np.bool_)
     _ancestors(parents, out)

@@ -1,7 +1,7 @@
 """Verify one step: each request's draft under the rule that the request asked for.
 
-Pure: the verdict is a function of the plan (with each request's parameters and seed), the drafts and
-the target's logits.
+Pure: the verdict is a function of the plan (with each request's parameters and seed), the drafts
+and the target's logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The default rule: walk the draft along the target's own picks. Exact, and identical to plain text.
+"""The default rule: walk the draft along the target's own picks. Exact, token for token.
 
 At every row the target has picked its own token, without looking at the draft. From the root, go to
 the child whose token equals the pick, while there is one; emit every pick on the way, the last one

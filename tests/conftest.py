@@ -1,0 +1,8 @@
+"""Settings of every test run."""
+
+from __future__ import annotations
+
+import torch
+
+# The models here are tiny: a second thread costs more than it brings, the more so on a busy machine.
+torch.set_num_threads(1)

@@ -5,7 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # Tests run offline: nothing is looked up on a model hub.
-PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+# A file goes to one of two workers as a whole, so that its fixtures are made once.
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow lint format types imports check bench-decode clean distclean

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +260,24 @@ def run_to_end(
         )
         for name in names
     ]
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """What foredraft logs as a warning or worse, whatever others have done to its logger."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("foredraft"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.disabled
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.disabled = False  # tools that configure logging disable the loggers they find
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.disabled = before[1]
 
 
 def row_params(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import numpy as np
 import pytest
-from tests.tiny import VOCAB, engine, family_target, run, run_to_end
+from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
 
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
@@ -254,12 +253,12 @@ def test_greedy_is_plain_under_every_rule(target, plain, method: str, verificati
     assert sum(one.stats.num_accepted_tokens for one in ended) > 0
 
 
-def test_nothing_is_ever_dropped(target, method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_ever_dropped(target, method: str) -> None:
     """The engine's own check of drafts finds nothing to warn about."""
     sampling = SamplingParams(0.5, seed=1, max_tokens=60, ignore_eos=True)
-    with caplog.at_level(logging.WARNING, logger="foredraft"):
+    with warnings_logged() as said:
         run(engine(target), PROMPTS, sampling, SpeculationParams(method, 20))
-    assert not caplog.records
+    assert not said
 
 
 def test_requests_are_forgotten_when_they_end(target, method: str) -> None:

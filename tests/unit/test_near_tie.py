@@ -61,9 +61,9 @@ def _table(*rows: tuple[float, ...]) -> Engine:
     return engine(dataclasses.replace(target, dtype=torch.bfloat16))
 
 
-def test_distances_are_in_units_of_the_last_place_of_the_largest_logit() -> None:
+def test_distances_are_in_units_of_the_last_place_of_the_logits_scale() -> None:
     # bfloat16 has 8 bits: between 8 and 16 neighbours are 1/16 apart, between 0.25 and 0.5 1/512.
-    the_engine = _table((8.0, 8.0 - 1 / 16, 7.0), (0.25, 0.25 - 3 / 512, 0.25), (-2.0, -4.0, -8.0))
+    the_engine = _table((8.0, 8.0 - 1 / 16, 7.0), (0.25, 0.25 - 3 / 512, 0.25), (-2.0, -4.0, -2.5))
     assert check_greedy(the_engine, [0], [0, 0]).near_ties == ()
     assert check_greedy(the_engine, [0], [1]).near_ties == ((0, 1.0),)
     assert check_greedy(the_engine, [0], [2]).near_ties == ((0, 16.0),)
@@ -71,6 +71,15 @@ def test_distances_are_in_units_of_the_last_place_of_the_largest_logit() -> None
     assert report.near_ties == ((0, 1.0), (1, 3.0), (3, 2.0 / (2 / 128)))
     assert (report.num_argmax, report.worst_ulps) == (1, 128.0)
     assert check_greedy(the_engine, [1], [2, 0]).near_ties == ()  # an exact tie is no distance
+
+
+def test_a_best_logit_near_zero_among_large_ones_is_no_finer_than_they_are() -> None:
+    row = (0.25, 0.25 - 1 / 16, -10.0, -9.0, -11.0)
+    the_engine = _table(row, row, row, row, row)
+    assert check_greedy(the_engine, [0], [1]).near_ties == ((0, 1.0),)  # between 8 and 16: 1/16
+    forbidden = (0.25, 0.25 - 1 / 512, 0.0, 0.125, -3e38)
+    the_engine = _table(forbidden, forbidden, forbidden, forbidden, forbidden)
+    assert check_greedy(the_engine, [0], [1]).near_ties == ((0, 1.0),)
 
 
 def test_the_bound_is_what_is_given_or_that_of_the_dtype() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -46,6 +47,16 @@ def some_logits(num_rows: int, vocab_size: int, rng: np.random.Generator) -> np.
     return logits.astype(np.float32)
 
 
+@contextmanager
+def threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def some_params(num_rows: int, rng: np.random.Generator, is_filtered: bool) -> RowParams:
     temperature = rng.choice(TEMPERATURES, num_rows)
     temperature[temperature < 1e-5] = 0.0  # as RowParams.of does
@@ -74,8 +85,10 @@ def test_fast_pick_is_the_slow_one(vocab_size: int, num_rows: int, is_filtered: 
     positions = rng.integers(1, 1 << 17, num_rows)
     slow = pick_slowly(logits, params, seeds, positions)
     fast = pick(torch.from_numpy(logits), params, seeds, positions)
+    with threads(2):  # the larger of these batches go to the parallel kernels
+        in_parallel = pick(torch.from_numpy(logits), params, seeds, positions)
     by_torch = _pick_torch(torch.from_numpy(logits), params, seeds, positions)
-    for picks in (fast, by_torch):
+    for picks in (fast, in_parallel, by_torch):
         assert picks.is_finite.all()
         np.testing.assert_array_equal(picks.token_ids, slow)
 
@@ -98,13 +111,21 @@ def test_greedy_takes_the_first_of_equals() -> None:
             assert picks.token_ids.tolist() == [1, 0, 0, 0]
 
 
-def test_rows_do_not_touch_each_other() -> None:
-    """Order, neighbours and batch size do not matter, with and without the parallel kernel."""
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_do_not_touch_each_other(num_threads: int) -> None:
+    """Order, neighbours and batch size do not matter, with and without the parallel kernels."""
+    with threads(num_threads):
+        check_rows_alone()
+
+
+def check_rows_alone() -> None:
     rng = np.random.default_rng(6)
     logits = torch.from_numpy(some_logits(140, 700, rng))
     assert logits.numel() >= 1 << 16
-    for is_filtered in (False, True):
-        params = some_params(140, rng, is_filtered)
+    for kind in ("whole", "filtered", "greedy"):
+        params = some_params(140, rng, kind == "filtered")
+        if kind == "greedy":
+            params = row_params(0.0, num=140)
         seeds, positions = rng.integers(0, 2**63, 140), rng.integers(1, 1000, 140)
         together = pick(logits, params, seeds, positions).token_ids
         order = rng.permutation(140)

@@ -6,6 +6,7 @@ pass, the host's share of a step, and memory.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from typing import Any
@@ -23,6 +24,7 @@ _PLAIN = SpeculationParams("none", 0)
 _NGRAM = SpeculationParams("ngram", 8)
 _NUM_PLAIN_TOKENS = 64
 _MAX_TOKENS = 256
+_MAX_CHAT_TOKENS = 128
 _ROWS = (2, 4, 8, 16)
 _VERIFY_CONTEXT = 300
 
@@ -111,24 +113,18 @@ def _workloads(
 ) -> None:
     """N-gram drafting against plain decoding, prompt included, to the model's own end."""
     host_shares = []
-    for name, text in (
-        ("summarize", workloads.SUMMARIZE),
-        ("edit", workloads.EDIT),
-        ("chat", workloads.CHAT),
+    for name, text, num_tokens in (
+        ("summarize", workloads.SUMMARIZE, _MAX_TOKENS),
+        ("edit", workloads.EDIT, _MAX_TOKENS),
+        ("chat", workloads.CHAT, _MAX_CHAT_TOKENS),
     ):
-        prompt = workloads.as_chat(text)
         outputs: dict[str, Any] = {}
-
-        def side(
-            key: str, speculation: SpeculationParams, prompt: Any = prompt, outputs: Any = outputs
-        ) -> float:
-            output = llm.generate(prompt, _greedy(_MAX_TOKENS), speculation)[0]
-            outputs[key] = output
-            return float(output.stats.tokens_per_s or 0.0)
-
+        generate = functools.partial(
+            _generate, llm, workloads.as_chat(text), _greedy(num_tokens), outputs
+        )
         sides = {
-            f"{name} plain": lambda: side("plain", _PLAIN),
-            f"{name} ngram": lambda: side("ngram", _NGRAM),
+            f"{name} plain": functools.partial(generate, "plain", _PLAIN),
+            f"{name} ngram": functools.partial(generate, "ngram", _NGRAM),
         }
         rates = harness.interleave(sides, rounds, tell=progress)
         plain, ngram = rates[f"{name} plain"], rates[f"{name} ngram"]
@@ -152,6 +148,19 @@ def _workloads(
                 }
             )
     summary["host_share"] = statistics.median(host_shares)
+
+
+def _generate(
+    llm: LLM,
+    prompt: Any,
+    sampling: SamplingParams,
+    outputs: dict[str, Any],
+    side: str,
+    speculation: SpeculationParams,
+) -> float:
+    """Generate once, keep the output under ``side``, return its tokens per second."""
+    outputs[side] = llm.generate(prompt, sampling, speculation)[0]
+    return float(outputs[side].stats.tokens_per_s or 0.0)
 
 
 def _verify_cost(

@@ -17,7 +17,7 @@ _BENCHES = ("decode",)
 def bench(
     name: Annotated[str, typer.Argument(help="Which: decode.")],
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
 ) -> None:
     """Run a benchmark; the last line of its output is one JSON object.

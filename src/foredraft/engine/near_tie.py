@@ -26,9 +26,9 @@ DEFAULT_MAX_ULPS = {
     torch.float32: 256.0,
     torch.float64: 256.0,
 }
-"""Allowed distance from the argmax, in units in the last place of the largest logit: a few
-roundings of the final product in half precision; in float32 and float64 the rounding of all layers
-adds up."""
+"""Allowed distance from the argmax, in units in the last place of the logits' scale (the largest
+or the median magnitude, whichever is more): a few roundings of the final product in half precision;
+in float32 and float64 the rounding of all layers adds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,11 @@ def _ulps_behind(logits: torch.Tensor, token_id: int, dtype: torch.dtype) -> flo
         return math.inf  # no argmax to be near to
     if gap == 0:
         return 0.0
-    # eps is the spacing of numbers just above 1; the spacing at `best` scales with its exponent.
-    ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(best), 1e-30)))
+    # Not the scale of `best` alone: a logit near 0 is a sum of products that are as large, and
+    # whose rounding is as coarse, as those of its neighbours. The median is not moved by the few
+    # huge values that stand for forbidden tokens.
+    typical = float(logits[logits.isfinite()].abs().median())
+    scale = max(abs(best), typical, 1e-30)
+    # eps is the spacing of numbers just above 1; the spacing at `scale` goes by its exponent.
+    ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(scale))
     return gap / ulp

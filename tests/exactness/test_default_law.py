@@ -187,13 +187,10 @@ CASES = [
 SLOW_CASES = [
     ("rejection", CHAIN, 3, DRAWN),
     ("rejection", CHAIN, 1, {"temperature": 1.5, "top_p": 0.8}),
-    ("rejection", TREE, 6, FILTERED),
-    ("rejection", TREE, 6, {"temperature": 1.0, "top_k": 1}),
+    ("rejection", TREE, 6, {"temperature": 1.0, "top_k": 2}),
     ("block", CHAIN, 3, DRAWN),
-    ("block", CHAIN, 2, {"temperature": 0.7, "min_p": 0.1}),
-    ("traversal", CHAIN, 3, FILTERED),
     ("traversal", TREE, 6, FILTERED),
-    ("traversal", TREE, 5, {"temperature": 1.3, "top_p": 0.7}),
+    ("traversal", CHAIN, 2, {"temperature": 0.7, "min_p": 0.1}),
 ]
 
 
@@ -216,10 +213,10 @@ def test_classical_rules(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verification", "shape", "num_nodes", "options"), SLOW_CASES, ids=str)
-def test_classical_rules_at_length(
+def test_more_classical_rules(
     verification: str, shape: str, num_nodes: int, options: dict[str, float]
 ) -> None:
-    check_law(verification, shape, num_nodes, options, 2 * NUM_DRAWS)
+    check_law(verification, shape, num_nodes, options, NUM_DRAWS)
 
 
 def check_chosen(verification: str, num_draws: int) -> None:
@@ -234,9 +231,9 @@ def test_chosen_tokens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verification", ["rejection", "block", "traversal"])
-def test_chosen_tokens_at_length(verification: str) -> None:
-    check_chosen(verification, 2 * NUM_DRAWS)
+@pytest.mark.parametrize("verification", ["block", "traversal"])
+def test_more_chosen_tokens(verification: str) -> None:
+    check_chosen(verification, NUM_DRAWS)
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ def test_without_a_network_a_hub_name_fails_at_once_and_a_cached_one_loads(
     assert lines[0] == "loaded 352 True"
     assert lines[1].startswith("ModelLoadError 'no/such' is no local path and not in the model hub")
     assert "http://127.0.0.1:9 does not answer" in lines[1]
-    assert len(lines) == 2 and seconds < 10  # Transformers alone needs half a minute
+    assert len(lines) == 2 and seconds < 25  # Transformers alone needs half a minute
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(tmp_path: Path) -> None:
     )
     assert lines[0] == "loaded 352 True"
     assert "HF_HUB_OFFLINE is set" in lines[1]
-    assert seconds < 10
+    assert seconds < 25
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):

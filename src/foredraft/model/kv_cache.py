@@ -97,8 +97,8 @@ class ContiguousKVCache:
             raise ValueError(f"slot {slot} is free already")
         if self._num_rows[slot]:
             for keys, values in self._stores:
-                keys.release(slot)
-                values.release(slot)
+                keys.release(slot, int(self._num_rows[slot]))
+                values.release(slot, int(self._num_rows[slot]))
         self._num_rows[slot] = 0
         self._free.append(slot)
 
@@ -150,16 +150,24 @@ class _Store:
             self._map = mmap.mmap(
                 -1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):  # large pages would commit what is not in use
+                self._map.madvise(mmap.MADV_NOHUGEPAGE)
             flat = torch.frombuffer(self._map, dtype=dtype)
             self.tensor = flat.view(shape)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
 
-    def release(self, slot: int) -> None:
-        """Return a slot's whole pages; what they hold reads as zero from then on."""
+    def release(self, slot: int, num_rows: int) -> None:
+        """Give a slot's whole pages back and clear the rest: the next tenant finds zeros."""
         if self._map is None:
+            self.tensor[slot, :num_rows] = 0
             return
-        begin = -(-slot * self._slot_bytes // _PAGE) * _PAGE
-        end = (slot + 1) * self._slot_bytes // _PAGE * _PAGE
-        if end > begin:
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        first, last = slot * self._slot_bytes, (slot + 1) * self._slot_bytes
+        begin, end = -(-first // _PAGE) * _PAGE, last // _PAGE * _PAGE
+        if end <= begin:
+            self._bytes[first:last] = 0
+            return
+        self._bytes[first:begin] = 0
+        self._bytes[end:last] = 0
+        self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)

@@ -20,31 +20,43 @@ _WORTH_IT_FROM = 64 * 2**20
 _MOST_SECONDS = 5.0
 
 
-def gather_into_large_pages(weight_bytes: int) -> int:
-    """Ask for large pages behind this process's memory, as it stands; return the bytes asked for.
+def anonymous_memory() -> list[tuple[int, int]]:
+    """Return the address ranges of this process's own memory, in order; none where unknown."""
+    try:
+        mappings = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    ranges = []
+    for mapping in mappings:
+        fields = mapping.split()
+        is_anonymous = len(fields) == 5 or fields[5] == "[heap]"
+        if is_anonymous and fields[1].startswith("rw"):
+            begin, end = fields[0].split("-")
+            ranges.append((int(begin, 16), int(end, 16)))
+    return ranges
 
-    Call it when the weights are in place and before the KV cache is reserved: the cache must keep
-    small pages, so that it takes up no more than what is in use.
+
+def gather_into_large_pages(weight_bytes: int, before: list[tuple[int, int]]) -> int:
+    """Ask for large pages behind the memory that came since ``before``: the weights.
 
     Args:
         weight_bytes: Size of the weights; small models are left alone.
+        before: What :func:`anonymous_memory` said before the model was loaded. What was there
+            then belongs to others (a KV cache, say, whose pages must stay small).
+
+    Returns:
+        The bytes asked for.
     """
     if not sys.platform.startswith("linux") or weight_bytes < _WORTH_IT_FROM:
         return 0
     try:
         madvise = ctypes.CDLL(None).madvise
-        mappings = Path("/proc/self/maps").read_text().splitlines()
     except (OSError, AttributeError):
         return 0
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     deadline = time.monotonic() + _MOST_SECONDS
     num_bytes = 0
-    for mapping in mappings:
-        fields = mapping.split()
-        is_anonymous = len(fields) == 5 or fields[5] == "[heap]"
-        if not is_anonymous or not fields[1].startswith("rw"):
-            continue
-        begin, end = (int(address, 16) for address in fields[0].split("-"))
+    for begin, end in _without(anonymous_memory(), before):
         begin, end = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
         if end <= begin:
             continue
@@ -54,3 +66,18 @@ def gather_into_large_pages(weight_bytes: int) -> int:
             madvise(begin, end - begin, _MADV_COLLAPSE)
             num_bytes += end - begin
     return num_bytes
+
+
+def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of ``ranges`` outside ``others``; both in order, neither overlapping itself."""
+    parts = []
+    for begin, end in ranges:
+        for other_begin, other_end in others:
+            if other_end <= begin or other_begin >= end:
+                continue
+            if other_begin > begin:
+                parts.append((begin, other_begin))
+            begin = max(begin, other_end)
+        if begin < end:
+            parts.append((begin, end))
+    return parts

@@ -31,7 +31,7 @@ from foredraft.model.diagnosis import (
 )
 from foredraft.model.gguf import converted_folder
 from foredraft.model.kv_cache import LayerShape
-from foredraft.model.large_pages import gather_into_large_pages
+from foredraft.model.large_pages import anonymous_memory, gather_into_large_pages
 from foredraft.model.probe import probe
 from foredraft.model.source import find_source
 
@@ -127,6 +127,7 @@ def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info)
         "trust_remote_code": False,
         "local_files_only": Path(source).is_dir() or offline is not None,
     }
+    memory_before = anonymous_memory()
     with _quiet_transformers():
         if not options["local_files_only"] and cached_file(source, "config.json") is None:
             notify(f"Asking the model hub for {source}; what it sends is kept in its cache.")
@@ -142,7 +143,11 @@ def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info)
                 f"{name} in {str(dtype).removeprefix('torch.')} does not fit into the memory of "
                 f"{device}; choose a smaller dtype, a smaller model or another device."
             ) from error
-    return prepare_target(name, model, tokenizer, max_model_len)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    target = prepare_target(name, model, tokenizer, max_model_len)
+    if device.type == "cpu":
+        gather_into_large_pages(weight_bytes, memory_before)
+    return target
 
 
 def prepare_target(
@@ -167,9 +172,7 @@ def prepare_target(
     keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     layers, vocab_size = probe(name, model)
     if packed_linear.can_pack(model.dtype, model.device):
-        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         packed_linear.pack_linear_layers(model)
-        gather_into_large_pages(weight_bytes)
     return Target(
         name=name,
         model=model,

@@ -128,6 +128,7 @@ class PackedPass:
         none = np.empty(0, dtype=np.int64)
         self.logit_rows = torch.from_numpy(np.concatenate(wanted) if wanted else none).to(device)
         self._kv_rows = torch.from_numpy(np.concatenate(kv_rows)).to(device)
+        self._draft_rows = self._rows_of_drafts()
         self._chunks, self._groups = self._group()
         self._pad_rows = [None if g.is_even else self._padding(g) for g in self._groups]
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
@@ -159,12 +160,29 @@ class PackedPass:
         return out
 
     def _write(self, store: torch.Tensor, new: torch.Tensor) -> None:
+        """Write a layer's new keys or values; draft rows that are not finite count as zero.
+
+        A masked key weighs nothing, but nothing times NaN is NaN: without this a wild draft token
+        could spoil the rows beside it, which must not know of it.
+        """
         rows = new[0].transpose(0, 1)
+        if self._draft_rows is not None:
+            rows = rows.clone()
+            rows[self._draft_rows] = torch.nan_to_num(rows[self._draft_rows], 0.0, 0.0, 0.0)
         if len(self._plan.segments) == 1:
             segment = self._plan.segments[0]
             store[segment.slot, segment.start : segment.start + rows.shape[0]] = rows
         else:
             store.view(-1, *store.shape[2:])[self._kv_rows] = rows
+
+    def _rows_of_drafts(self) -> torch.Tensor | None:
+        """Rows of the pass that hold draft nodes, or ``None`` where nothing is drafted."""
+        rows = [
+            np.arange(self.row_offsets[i + 1] - len(tree), self.row_offsets[i + 1])
+            for i, tree in enumerate(self._trees)
+            if len(tree)
+        ]
+        return torch.from_numpy(np.concatenate(rows)).to(self._device) if rows else None
 
     def _group(self) -> tuple[list[_Chunk], list[_DecodeGroup]]:
         chunks: list[_Chunk] = []

@@ -128,97 +128,103 @@ def probs(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     return out.float()
 
 
-_NUM_BUCKETS = 4096
+_NUM_BUCKETS = 1024
+_SORT_BELOW = 256
+
+
+@numba.njit(cache=True)
+def _finite_span(row, members):  # type: ignore[no-untyped-def]
+    """Largest and least finite logit among some tokens, and how many are finite."""
+    top, bottom, num_finite = np.float32(-np.inf), np.float32(np.inf), 0
+    for token in members:
+        value = row[token]
+        if value > -np.inf:
+            num_finite += 1
+            top = max(top, value)
+            bottom = min(bottom, value)
+    return top, bottom, num_finite
 
 
 @numba.njit(inline="always")
 def _bucket(value, top, scale):  # type: ignore[no-untyped-def]
-    """Bucket of a logit by its distance from the row's largest; rises as the logit falls."""
-    distance = (top - value) * scale
-    return _NUM_BUCKETS - 1 if not distance < _NUM_BUCKETS - 1 else int(distance)
+    """Bucket of a finite logit by its distance from the largest; rises as the logit falls."""
+    return min(_NUM_BUCKETS - 1, int((np.float64(top) - np.float64(value)) * scale))
 
 
 @numba.njit(cache=True)
-def _kth_largest(row, k, top, scale):  # type: ignore[no-untyped-def]
-    """The k-th largest of a row (1-based): count by buckets, then sort one bucket."""
-    counts = np.zeros(_NUM_BUCKETS, dtype=np.int64)
-    for value in row:
-        counts[_bucket(value, top, scale)] += 1
-    seen = 0
-    bucket = 0
-    while seen + counts[bucket] < k:
-        seen += counts[bucket]
-        bucket += 1
-    members = np.empty(counts[bucket], dtype=np.float32)
-    num_members = 0
-    for value in row:
-        if _bucket(value, top, scale) == bucket:
-            members[num_members] = value
-            num_members += 1
-    members.sort()
-    return members[num_members - (k - seen)]
+def _descending(row, members):  # type: ignore[no-untyped-def]
+    """Tokens by falling logit, equal ones by rising id."""
+    return members[np.argsort(-row[members], kind="mergesort")]
 
 
 @numba.njit(cache=True)
-def _nucleus_cut(row, weights, cut, mass, top, scale):  # type: ignore[no-untyped-def]
-    """Least logit kept by top-p ``mass`` among logits at or above ``cut``."""
-    masses = np.zeros(_NUM_BUCKETS, dtype=np.float64)
-    counts = np.zeros(_NUM_BUCKETS, dtype=np.int64)
-    total = 0.0
-    for token in range(row.size):
-        if row[token] >= cut:
-            bucket = _bucket(row[token], top, scale)
-            masses[bucket] += np.float64(weights[token])
-            counts[bucket] += 1
-            total += np.float64(weights[token])
-    wanted = mass * total
+def _boundary(row, members, amounts, wanted):  # type: ignore[no-untyped-def]
+    """The logit of the first token at which the running sum of ``amounts`` reaches ``wanted``.
+
+    Tokens count from the largest logit down. Bucket by bucket, ever narrower: a far-out logit makes
+    the first buckets wide, and the next ones are cut from what is left, so that a handful of tokens
+    is sorted and never the row. ``members`` are the tokens that count.
+    """
     before = 0.0
-    bucket = 0
-    last = 0
-    while bucket < _NUM_BUCKETS:
-        if counts[bucket] > 0:
-            last = bucket
-            if before + masses[bucket] >= wanted:
-                break
-            before += masses[bucket]
-        bucket += 1
-    if bucket == _NUM_BUCKETS:  # rounding: the whole mass is wanted
-        before -= masses[last]
-        bucket = last
-    members = np.empty(counts[bucket], dtype=np.int64)
-    num_members = 0
-    for token in range(row.size):
-        if row[token] >= cut and _bucket(row[token], top, scale) == bucket:
-            members[num_members] = token
-            num_members += 1
-    order = np.argsort(-row[members], kind="mergesort")
-    least = row[members[order[0]]]
-    for rank in range(num_members):
-        token = members[order[rank]]
+    while True:
+        top, bottom, num_finite = _finite_span(row, members)
+        if members.size <= _SORT_BELOW or not top > bottom:
+            break
+        scale = np.float64(_NUM_BUCKETS - 1) / (np.float64(top) - np.float64(bottom))
+        sums = np.zeros(_NUM_BUCKETS, dtype=np.float64)
+        counts = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+        for token in members:
+            if row[token] > -np.inf:
+                bucket = _bucket(row[token], top, scale)
+                sums[bucket] += amounts[token]
+                counts[bucket] += 1
+        chosen = -1
+        last = 0
+        reached = before
+        for bucket in range(_NUM_BUCKETS):
+            if counts[bucket] > 0:
+                if reached + sums[bucket] >= wanted:
+                    chosen = bucket
+                    break
+                last = bucket
+                reached += sums[bucket]
+        if chosen < 0:
+            if num_finite < members.size:
+                return np.float32(-np.inf)  # finite logits do not reach it
+            return bottom if last >= 0 else top  # rounding: all are wanted
+        before = reached
+        inside = np.empty(counts[chosen], dtype=np.int64)
+        num_inside = 0
+        for token in members:
+            if row[token] > -np.inf and _bucket(row[token], top, scale) == chosen:
+                inside[num_inside] = token
+                num_inside += 1
+        members = inside
+    order = _descending(row, members)
+    least = row[order[0]]
+    for token in order:
         if not before < wanted:
             break
         least = row[token]
-        before += np.float64(weights[token])
+        before += amounts[token]
     return least
 
 
 @numba.njit(cache=True)
 def _row_cut(row, weights, temperature, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
-    top = np.float32(-np.inf)
-    bottom = np.float32(np.inf)
-    for value in row:
-        if value > top:
-            top = value
-        if value < bottom:
-            bottom = value
-    spread = np.float64(top) - np.float64(bottom)
-    scale = np.float64(_NUM_BUCKETS - 1) / spread if spread > 0 else 0.0
+    members = np.arange(row.size)
     cut = np.float32(-np.inf)
     if 0 < top_k < row.size:
-        cut = _kth_largest(row, top_k, top, scale)
+        cut = _boundary(row, members, np.ones(row.size), np.float64(top_k))
     if top_p < 1:
-        cut = max(cut, _nucleus_cut(row, weights, cut, top_p, top, scale))
+        if cut > -np.inf:
+            members = np.nonzero(row >= cut)[0]
+        total = 0.0
+        for token in members:
+            total += weights[token]
+        cut = max(cut, _boundary(row, members, weights, top_p * total))
     if min_p > 0:
+        top = _finite_span(row, members)[0]
         threshold = np.float64(top) + temperature * np.log(min_p)
         least = top
         for value in row:
@@ -236,9 +242,9 @@ def _cuts_cpu(logits: torch.Tensor, params: RowParams) -> Float32Array:
         temperature = params.temperature[row]
         if params.top_p[row] < 1:
             scale = float(np.float32(min(temperature, _HOTTEST)))
-            weights = torch.exp((line - line.max()) / scale).numpy()
+            weights = torch.exp((line - line.max()) / scale).double().numpy()
         else:
-            weights = np.empty(0, dtype=np.float32)
+            weights = np.empty(0, dtype=np.float64)
         out[row] = _row_cut(
             line.numpy(),
             weights,

@@ -243,7 +243,7 @@ def test_the_default_rule(shape: str) -> None:
     """``walk``, with drafts that know nothing of its noise."""
     drafter = LawDrafter(shape, **FILTERED)
     seen, accepted = sampled(drafter, "walk", 6, NUM_DRAWS, **FILTERED)
-    assert accepted > 0.3
+    assert accepted > 0.15
     assert p_value(seen, **FILTERED) > P_VALUE
 
 

@@ -210,21 +210,69 @@ def _boundary(row, members, amounts, wanted):  # type: ignore[no-untyped-def]
     return least
 
 
+_BLOCK = 64
+_NUM_CANDIDATES = 512
+
+
+@numba.njit(cache=True, fastmath={"nnan"})
+def _block_maxima(row, out):  # type: ignore[no-untyped-def]
+    for block in range(out.size):
+        most = np.float32(-np.inf)
+        for token in range(block * _BLOCK, min(row.size, (block + 1) * _BLOCK)):
+            most = max(most, row[token])
+        out[block] = most
+
+
+@numba.njit(cache=True)
+def _likeliest(row, count):  # type: ignore[no-untyped-def]
+    """Some tokens that hold the ``count`` likeliest and all ties with them; all where that is many.
+
+    The ``count``-th largest of the block maxima has ``count`` logits at or above it.
+    """
+    num_blocks = (row.size + _BLOCK - 1) // _BLOCK
+    if count > num_blocks // 2:
+        return np.arange(row.size)
+    maxima = np.empty(num_blocks, dtype=np.float32)
+    _block_maxima(row, maxima)
+    least = np.sort(maxima)[num_blocks - count]
+    members = np.empty(row.size, dtype=np.int64)
+    num_members = 0
+    for block in range(num_blocks):
+        if maxima[block] >= least:
+            for token in range(block * _BLOCK, min(row.size, (block + 1) * _BLOCK)):
+                if row[token] >= least:
+                    members[num_members] = token
+                    num_members += 1
+    return members[:num_members]
+
+
 @numba.njit(cache=True)
 def _row_cut(row, weights, temperature, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
-    members = np.arange(row.size)
     cut = np.float32(-np.inf)
+    members = np.empty(0, dtype=np.int64)
     if 0 < top_k < row.size:
+        members = _likeliest(row, top_k)
         cut = _boundary(row, members, np.ones(row.size), np.float64(top_k))
+        members = members[row[members] >= cut]
     if top_p < 1:
-        if cut > -np.inf:
-            members = np.nonzero(row >= cut)[0]
         total = 0.0
-        for token in members:
-            total += weights[token]
+        if members.size > 0:
+            for token in members:
+                total += weights[token]
+        else:
+            for weight in weights:
+                total += weight
+            members = _likeliest(row, min(_NUM_CANDIDATES, row.size))
+            mass = 0.0
+            for token in members:
+                mass += weights[token]
+            if mass < top_p * total:
+                members = np.arange(row.size)
         cut = max(cut, _boundary(row, members, weights, top_p * total))
     if min_p > 0:
-        top = _finite_span(row, members)[0]
+        top = row[0]
+        for value in row:
+            top = max(top, value)
         threshold = np.float64(top) + temperature * np.log(min_p)
         least = top
         for value in row:

@@ -105,6 +105,20 @@ def test_the_text_is_the_decoded_output(llm: LLM, text: str) -> None:
     assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
+def test_the_stopping_token_is_in_the_ids_and_not_in_the_text(tmp_path: Path) -> None:
+    llm = LLM(make_parrot(tmp_path, ["do ", "re ", "mi "]), dtype="float32", kv_cache_gb=0.1)
+    stop = int(llm.tokenizer.convert_tokens_to_ids("mi "))
+    for sampling, ids in ((SamplingParams(), 4), (SamplingParams(stop_token_ids=(stop,)), 3)):
+        output = llm.generate(PROMPT, sampling)[0]
+        assert len(output.token_ids) == ids and output.finish_reason == "stop"
+        assert output.stop_token_id == output.token_ids[-1] == (stop if ids == 3 else 2)
+        assert output.text == ("do re " if ids == 3 else "do re mi ")
+        assert "".join(chunk.text for chunk in llm.stream(PROMPT, sampling)) == output.text
+    limited = llm.generate(PROMPT, SamplingParams(max_tokens=3))[0]
+    assert (limited.text, limited.finish_reason) == ("do re mi ", "length")
+    assert limited.stop_token_id is None
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "empty text": ("", "empty"),
     "empty ids": (np.array([], dtype=np.int64), "empty"),

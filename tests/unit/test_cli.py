@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.folders import CONTEXT, make_folder, make_parrot
+from tests.folders import CONTEXT, edit_json, make_folder, make_parrot
 
 from foredraft import LLM, SamplingParams, __version__
 from foredraft.cli.generate import generate
@@ -345,7 +345,7 @@ def test_json_of_one_token_has_nulls_and_no_crash(run: Run, folder: Path) -> Non
     assert result["acceptance_length"] is result["acceptance_rate"] is None
     assert result["decode_tokens_per_s"] is None and result["acceptance_by_position"] == []
     code, out, _ = run("generate", "--model", folder, PROMPT, "--max-tokens", 1)
-    assert code == 0 and "1 tokens" in out
+    assert code == 0 and "1 token (the limit)" in out
 
 
 def test_json_with_bad_prompts_among_good_ones(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -588,6 +588,9 @@ def test_markup_in_names_and_errors_is_literal(run: Run, tmp_path: Path) -> None
     parrot = make_parrot(tmp_path / "[red]m[/red]", SONG)
     code, out, _ = run("generate", "--model", parrot, PROMPT)
     assert code == 0 and out.startswith(f"{parrot} · ")
+    edit_json(parrot / "config.json", num_hidden_layers=1)
+    _, _, err = run("generate", "--model", parrot, PROMPT)
+    assert err.startswith(f"No layer of {parrot} uses 9 tensors") and err.count("\n") == 1
     assert "'[/]'" in _refused(run, "generate", "--model", "[/]", "x")
     (tmp_path / "[b]").mkdir()
     (tmp_path / "[b]" / "config.json").write_text("{")

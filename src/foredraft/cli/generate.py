@@ -357,7 +357,8 @@ def _figures(output: RequestOutput) -> dict[str, Any]:
 
 
 def _say_figures(screen: Screen, result: dict[str, Any], sampling: SamplingParams) -> None:
-    parts = [f"{result['num_tokens']} tokens", f"{result['tokens_per_s']:.1f} tokens/s"]
+    noun = "token" if result["num_tokens"] == 1 else "tokens"
+    parts = [f"{result['num_tokens']} {noun}", f"{result['tokens_per_s']:.1f} tokens/s"]
     if result["finish_reason"] == "length":
         parts[0] += " (the limit)"
     if result["num_drafts"]:

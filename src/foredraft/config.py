@@ -46,7 +46,7 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(
                 f"model is {self.model!r}; allowed is 'default', a folder, a hub name or a .gguf "
-                f"file."
+                "file."
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed is one of {', '.join(DTYPES)}.")
@@ -70,13 +70,12 @@ class EngineConfig:
         ):
             raise ConfigError(
                 f"kv_cache_gb is {gigabytes!r}; allowed is a number above 0, or None for a share "
-                f"of "
-                "the free memory."
+                "of the free memory."
             )
         if not isinstance(self.drafter_options, Mapping):
             raise ConfigError(
                 f"drafter_options is {self.drafter_options!r}; allowed is a mapping of method to "
-                f"options."
+                "options."
             )
 
 

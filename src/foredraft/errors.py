@@ -24,7 +24,3 @@ class ModelLoadError(ForedraftError):
 
 class MissingExtraError(ForedraftError, ImportError):
     """An optional package is absent; the message names the extra that brings it."""
-
-
-class NonFiniteLogitsError(ForedraftError, ArithmeticError):
-    """The target gave NaN or infinite logits for a row; only that request ends."""

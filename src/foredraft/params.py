@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from foredraft.errors import InvalidRequestError
@@ -19,21 +20,19 @@ VERIFICATIONS = ("walk", "rejection", "block", "traversal")
 
 
 def _number(name: str, value: Any, allowed: str, advice: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequestError(f"{name} is {value!r}; allowed is {allowed}. {advice}")
     try:
         return float(value)
     except OverflowError as error:
-        raise InvalidRequestError(
-            f"{name} is an integer of {int(value).bit_length()} bits; allowed is {allowed}. "
-            f"{advice}"
-        ) from error
+        size = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "too large"
+        raise InvalidRequestError(f"{name} is {size}; allowed is {allowed}. {advice}") from error
 
 
 def _integer(name: str, value: Any, allowed: str, advice: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequestError(f"{name} is {value!r}; allowed is {allowed}. {advice}")
-    return value
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,13 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 (argmax, the default) or above; below 1e-5 counts as 0.
-        top_k: Keep the ``top_k`` likeliest tokens (ties with the last one are kept too); 0 keeps
-        all.
+        top_k: Keep the ``top_k`` likeliest tokens (ties with the last are kept too); 0 keeps all.
         top_p: Keep the smallest set of likeliest tokens whose mass, among those ``top_k`` kept,
             reaches ``top_p``; in (0, 1], 1 keeps all.
         min_p: Keep tokens at least ``min_p`` times as likely as the likeliest; in [0, 1], 0 keeps
-        all.
+            all.
         seed: Fixes the text, whatever is drafted and whatever else is in the batch. ``None`` draws
-        a
-            random seed, which the result reports.
+            a random seed, which the result reports.
         max_tokens: Most tokens to generate; ``None`` means up to the context length.
         stop_token_ids: Token ids that end the text, besides the model's own end-of-sequence ids.
         ignore_eos: Go on past the model's end-of-sequence ids.
@@ -69,7 +66,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field and normalise sequences to tuples."""
+        """Check every field; numbers become Python's own, sequences tuples."""
         temperature = _number(
             "temperature", self.temperature, "a finite number of 0 or more", "Use 0 for argmax."
         )
@@ -88,10 +85,18 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"min_p is {self.min_p}; allowed is a number in [0, 1]. Use 0 to keep every token."
             )
-        if _integer("top_k", self.top_k, "an integer of 0 or more", "Use 0 to keep all.") < 0:
+        top_k = _integer("top_k", self.top_k, "an integer of 0 or more", "Use 0 to keep all.")
+        if top_k < 0:
             raise InvalidRequestError(
                 f"top_k is {self.top_k}; allowed is an integer of 0 or more. Use 0 to keep all."
             )
+        for name, value in (
+            ("temperature", temperature),
+            ("top_p", top_p),
+            ("min_p", min_p),
+            ("top_k", top_k),
+        ):
+            object.__setattr__(self, name, value)
         if self.seed is not None:
             seed = _integer(
                 "seed", self.seed, "an integer in [0, 2**63)", "Leave it out for a random one."
@@ -99,29 +104,35 @@ class SamplingParams:
             if not 0 <= seed < 2**63:
                 raise InvalidRequestError(
                     f"seed is {seed}; allowed is an integer in [0, 2**63). Leave it out for a "
-                    f"random one."
+                    "random one."
                 )
+            object.__setattr__(self, "seed", seed)
         if self.max_tokens is not None:
             allowed = "an integer of 1 or more"
             advice = "Use None to go up to the context length."
-            if _integer("max_tokens", self.max_tokens, allowed, advice) < 1:
+            max_tokens = _integer("max_tokens", self.max_tokens, allowed, advice)
+            if max_tokens < 1:
                 raise InvalidRequestError(
                     f"max_tokens is {self.max_tokens}; allowed is {allowed}. {advice}"
                 )
+            object.__setattr__(self, "max_tokens", max_tokens)
         if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(
             self.stop_token_ids, "__iter__"
         ):
             raise InvalidRequestError(
                 f"stop_token_ids is {self.stop_token_ids!r}; allowed is a sequence of token ids."
             )
-        # First of all: what can be read only once is read here.
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token_id in self.stop_token_ids:
-            if _integer("stop_token_ids", token_id, "token ids of 0 or more", "Remove it.") < 0:
+        allowed = "token ids of 0 or more"
+        stop_ids = tuple(
+            _integer("stop_token_ids", token_id, allowed, "Remove it.")
+            for token_id in self.stop_token_ids
+        )
+        for token_id in stop_ids:
+            if token_id < 0:
                 raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}; allowed are token ids of 0 or more. Remove "
-                    f"it."
+                    f"stop_token_ids holds {token_id}; allowed are {allowed}. Remove it."
                 )
+        object.__setattr__(self, "stop_token_ids", stop_ids)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(
                 f"ignore_eos is {self.ignore_eos!r}; allowed is True or False."
@@ -139,8 +150,7 @@ class SpeculationParams:
 
     Attributes:
         method: ``none`` (plain decoding), a registered method such as ``ngram``, or
-        ``module:Class``
-            for a drafter of your own.
+            ``module:Class`` for a drafter of your own.
         num_speculative_tokens: Most draft tokens (tree nodes) in a step; 0 is plain decoding.
         verification: ``walk`` (the default: token-identical to plain decoding), or one of the
             classical rules ``rejection``, ``block`` (chains only) and ``traversal``: exact in law.
@@ -162,6 +172,7 @@ class SpeculationParams:
         allowed = f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}"
         advice = "Use 0 for plain decoding."
         num = _integer("num_speculative_tokens", self.num_speculative_tokens, allowed, advice)
+        object.__setattr__(self, "num_speculative_tokens", num)
         if not 0 <= num <= MAX_SPECULATIVE_TOKENS:
             raise InvalidRequestError(
                 f"num_speculative_tokens is {num}; allowed is {allowed}. {advice}"

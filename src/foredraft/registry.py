@@ -33,9 +33,8 @@ def check_method(name: str) -> None:
         module and attribute.isidentifier() and all(p.isidentifier() for p in module.split("."))
     ):
         raise InvalidRequestError(
-            f"method is {name!r}; allowed is one of {', '.join(method_names())}, or "
-            f"'module:Class' for "
-            "a drafter of your own. Choose one of these."
+            f"method is {name!r}; allowed is one of {', '.join(method_names())}, or 'module:Class' "
+            "for a drafter of your own. Choose one of these."
         )
 
 
@@ -57,7 +56,7 @@ def drafter_class(name: str) -> Any:
     except AttributeError as error:
         raise InvalidRequestError(
             f"method is {name!r}, but module {module_name!r} has no {attribute!r}; check the "
-            f"spelling."
+            "spelling."
         ) from error
     if not isinstance(found, type) or not hasattr(found, "Config"):
         raise InvalidRequestError(

@@ -7,8 +7,7 @@ Definitions, for one request or summed over many:
 * ``num_drafts`` counts verify steps that had at least one draft token.
 * A draft token is *accepted* if it was emitted: one cut off by a stop rule is not.
 * Position ``k`` is the depth ``k`` of a draft (from 1): accepted at ``k`` means at least ``k``
-draft
-  tokens of that step were accepted.
+  draft tokens of that step were accepted.
 """
 
 from __future__ import annotations

@@ -110,6 +110,9 @@ class DraftBatch:
             from. Only for the classical rules; the default rule never looks.
         dist_ids: int64 [num_nodes], the row of ``draft_probs`` a node was drawn from, or -1 for a
             token that was not drawn but chosen (a point mass); ``None`` where all are chosen.
+        is_with_replacement: bool [num_segments], whether siblings with one ``dist_id`` were drawn
+            independently, so that they may repeat; ``None`` where all were drawn without
+            replacement, in node order. Only for ``rejection`` and ``traversal``.
     """
 
     token_ids: Int64Array
@@ -117,6 +120,7 @@ class DraftBatch:
     offsets: Int64Array
     draft_probs: torch.Tensor | None = None
     dist_ids: Int64Array | None = None
+    is_with_replacement: NDArray[np.bool_] | None = None
 
     @staticmethod
     def empty(num_segments: int) -> DraftBatch:

@@ -210,11 +210,24 @@ def test_params_are_frozen_and_strict() -> None:
         make_config(EngineConfig, {"no_such": 1, "other": 2, "dtype": "float32"}, "the engine")
 
 
-def test_numpy_numbers_are_refused_or_kept_never_misread() -> None:
-    assert SamplingParams(temperature=np.float64(0.5)).temperature == 0.5
-    for field in ("top_k", "seed", "max_tokens"):
-        with pytest.raises(InvalidRequestError, match=field):
-            SamplingParams(**{field: np.int64(3)})
+def test_numpy_numbers_become_pythons_own() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.75),
+        min_p=np.float16(0),
+        top_k=np.int32(3),
+        seed=np.int64(4),
+        max_tokens=np.uint8(5),
+        stop_token_ids=np.array([6, 7]),  # type: ignore[arg-type]
+    )
+    assert params == SamplingParams(0.5, 3, 0.75, 0.0, 4, 5, (6, 7))
+    for value in (*dataclasses.astuple(params)[:6], *params.stop_token_ids):
+        assert type(value) in (int, float)
+    assert type(SpeculationParams("ngram", np.int64(3)).num_speculative_tokens) is int  # type: ignore[arg-type]
+    for field in ("temperature", "top_k", "seed", "max_tokens"):
+        for value in (np.bool_(True), np.float64(np.nan), np.array([1, 2]), np.complex64(1)):
+            with pytest.raises(InvalidRequestError, match=field):
+                SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize("name", ["nosuch", "a b:C", ":C", "module:", "module:1x", "mod.:C", ""])

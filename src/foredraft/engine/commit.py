@@ -16,8 +16,7 @@ from foredraft.types import Delta, DraftBatch, Int64Array, StepPlan, Verdict
 
 _NON_FINITE = (
     "the target gave logits that are not finite, so no token can be picked; check the model's "
-    "weights, "
-    "or load it in float32"
+    "weights, or load it in float32"
 )
 
 
@@ -27,6 +26,7 @@ def commit(
     verdict: Verdict,
     states: Mapping[str, RequestState],
     cache: ContiguousKVCache,
+    failures: Mapping[str, str],
 ) -> list[Delta]:
     """Apply a verdict to the requests of a step.
 
@@ -36,6 +36,7 @@ def commit(
         verdict: What verification decided.
         states: The running requests by id.
         cache: Where their KV lies.
+        failures: Requests that must end without a token, and why, by id.
 
     Returns:
         For each segment that emitted or ended, in plan order, what it did.
@@ -46,6 +47,10 @@ def commit(
         state = states[segment.request.request_id]
         state.num_cached = segment.start + segment.num_rows
         if not segment.wants_pick:
+            continue
+        failure = failures.get(segment.request.request_id)
+        if failure is not None:
+            deltas.append(Delta(segment.request.request_id, (), 0, "error", error=failure))
             continue
         token_ids = verdict.token_ids[
             verdict.token_offsets[index] : verdict.token_offsets[index + 1]

@@ -51,6 +51,7 @@ class Drafting:
         )
         self._drafters: dict[str, Drafter] = dict(drafters)
         self._is_warned: set[str] = set()
+        self._failures: dict[str, str] = {}
         for method in options:
             self._drafter(method)
 
@@ -69,8 +70,20 @@ class Drafting:
         if request.speculation.method != PLAIN:
             self._drafter(request.speculation.method)
 
+    def take_failures(self) -> dict[str, str]:
+        """Return what went wrong with whose draft in the last ``propose``, by request id.
+
+        Only requests under a classical rule are named, and they must end: there nothing that was
+        drawn may be dropped. Under the default rule a failed draft is no draft.
+        """
+        failures, self._failures = self._failures, {}
+        return failures
+
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
-        """Ask each method for the drafts of its own requests; it sees no other budget."""
+        """Ask each method for the drafts of its own requests; it sees no other budget.
+
+        A drafter that raises, or breaks its contract, hurts nobody else; see ``take_failures``.
+        """
         num_segments = len(plan.segments)
         methods = np.array([s.request.speculation.method for s in plan.segments])
         wanted = sorted(set(methods[budgets.max_nodes > 0].tolist()))
@@ -79,14 +92,26 @@ class Drafting:
         batches = []
         for method in wanted:
             own = Budgets(np.where(methods == method, budgets.max_nodes, 0))
-            batch = self._drafters[method].propose(plan, own)
+            try:
+                batch = self._drafters[method].propose(plan, own)
+            except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
+                problem = f"could not be made ({type(error).__name__}: {error})"
+                drafted = np.nonzero(own.max_nodes)[0].tolist()
+                self._fail(method, dict.fromkeys(drafted, problem), plan, error)
+                continue
             batches.append(self._checked(method, batch, own, plan))
+        if not batches:
+            return DraftBatch.empty(num_segments)
         return batches[0] if len(batches) == 1 else _merge(batches, num_segments)
 
     def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:
-        """Show every drafter what came of the step."""
-        for drafter in self._drafters.values():
-            drafter.observe(plan, target, verdict)
+        """Show every drafter what came of the step; one that raises misses it."""
+        for method, drafter in self._drafters.items():
+            try:
+                drafter.observe(plan, target, verdict)
+            except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
+                problem = f"may be worse, since it did not observe a step ({error})"
+                self._warn(method, problem, error)
 
     def forget(self, request: Request) -> None:
         """Let the request's drafter drop what it keeps of it."""
@@ -103,28 +128,55 @@ class Drafting:
     def _checked(
         self, method: str, batch: DraftBatch, budgets: Budgets, plan: StepPlan
     ) -> DraftBatch:
-        """Return the batch without the drafts that break the contract; say so once a method.
-
-        A draft can never change a text under the default rule, and a broken one is dropped whole:
-        under a classical rule nothing drawn may be dropped, so there it raises.
-        """
+        """Return the batch without the drafts that break the contract."""
         num_segments = len(plan.segments)
         problem = _shape_problem(batch, num_segments)
         if problem is not None:
-            problems = {int(index): problem for index in np.nonzero(budgets.max_nodes)[0]}
+            problems = dict.fromkeys(np.nonzero(budgets.max_nodes)[0].tolist(), problem)
             batch = DraftBatch.empty(num_segments)
         else:
-            problems = _problems(batch, budgets, plan, self._context.vocab_size)
-        for index, problem in problems.items():
-            message = f"method {method!r} proposed a draft that {problem}"
-            if plan.segments[index].request.speculation.verification != "walk":
-                raise ValueError(f"{message} under a classical rule; mend the drafter")
-            if method not in self._is_warned:
-                _LOG.warning("%s; such drafts are dropped, the text is not affected", message)
-                self._is_warned.add(method)
+            problems = _problems(
+                batch,
+                budgets,
+                plan,
+                self._context.vocab_size,
+                self._drafters[method].needs.draft_probs,
+            )
         if not problems:
             return batch
+        self._fail(method, problems, plan)
         return _select(batch, np.array([i not in problems for i in range(num_segments)]))
+
+    def _fail(
+        self,
+        method: str,
+        problems: Mapping[int, str],
+        plan: StepPlan,
+        error: Exception | None = None,
+    ) -> None:
+        """Note what is wrong, by segment: for a classical rule as a failure, else as a warning."""
+        for index, problem in problems.items():
+            request = plan.segments[index].request
+            if request.speculation.verification == "walk":
+                self._warn(method, problem, error)
+                continue
+            self._failures[request.request_id] = (
+                f"method {method!r} proposed a draft that {problem}, and under the rule "
+                f"{request.speculation.verification!r} no draft may be dropped; mend the drafter, "
+                "or use the rule 'walk'"
+            )
+
+    def _warn(self, method: str, problem: str, error: Exception | None = None) -> None:
+        """Say once a method that its drafts are not what they should be."""
+        if method not in self._is_warned:
+            self._is_warned.add(method)
+            _LOG.warning(
+                "method %r proposed a draft that %s; such drafts are dropped, the text is not "
+                "affected",
+                method,
+                problem,
+                exc_info=error,
+            )
 
 
 def _shape_problem(batch: DraftBatch, num_segments: int) -> str | None:
@@ -142,7 +194,7 @@ def _shape_problem(batch: DraftBatch, num_segments: int) -> str | None:
 
 
 def _problems(
-    batch: DraftBatch, budgets: Budgets, plan: StepPlan, vocab_size: int
+    batch: DraftBatch, budgets: Budgets, plan: StepPlan, vocab_size: int, is_drawn: bool
 ) -> dict[int, str]:
     """What breaks the contract, by segment."""
     problems: dict[int, str] = {}
@@ -162,6 +214,9 @@ def _problems(
             continue
         if not plan.segments[index].request.speculation.allows_trees and not tree.is_chain(parents):
             problems[index] = "branches under a rule that knows chains only"
+        is_classical = plan.segments[index].request.speculation.verification != "walk"
+        if is_drawn and is_classical and (batch.draft_probs is None or batch.dist_ids is None):
+            problems[index] = "was drawn, and comes without the distributions it was drawn from"
     return problems
 
 
@@ -175,6 +230,7 @@ def _select(batch: DraftBatch, keep: np.ndarray) -> DraftBatch:
         offsets.astype(np.int64),
         batch.draft_probs,
         None if batch.dist_ids is None else batch.dist_ids[is_kept],
+        batch.is_with_replacement,
     )
 
 
@@ -187,6 +243,10 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
     parents: list[Int64Array] = []
     dist_ids: list[Int64Array] = []
     offsets = [0]
+    is_with_replacement = np.zeros(num_segments, dtype=np.bool_)
+    for batch in batches:
+        if batch.is_with_replacement is not None:
+            is_with_replacement |= batch.is_with_replacement & (batch.num_nodes > 0)
     for segment in range(num_segments):
         first_dist = 0
         for batch in batches:
@@ -205,4 +265,5 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
         np.array(offsets, dtype=np.int64),
         torch.cat(tables) if tables else None,
         np.concatenate(dist_ids) if tables else None,
+        is_with_replacement if is_with_replacement.any() else None,
     )

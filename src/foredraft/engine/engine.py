@@ -25,7 +25,7 @@ from foredraft.model.loader import Target, load_target
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.types import Delta, Request, StepStats
-from foredraft.verify.step import verify
+from foredraft.verify.step import load_kernels, verify
 
 if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
@@ -75,6 +75,7 @@ class Engine:
         self.runner = Runner(self.target, self.cache)
         self.drafting = Drafting(self.config.drafter_options, self.target, drafters or {})
         self.last_step: StepStats | None = None
+        load_kernels()
         self._num_requests = 0
 
     @property
@@ -127,7 +128,14 @@ class Engine:
         clock.lap("target")
         verdict = verify(plan, drafts, target)
         clock.lap("verify")
-        deltas = commit(plan, drafts, verdict, self.scheduler.running, self.cache)
+        deltas = commit(
+            plan,
+            drafts,
+            verdict,
+            self.scheduler.running,
+            self.cache,
+            self.drafting.take_failures(),
+        )
         self.drafting.observe(plan, target, verdict)
         states = [self.scheduler.running[s.request.request_id] for s in plan.segments]
         for delta in deltas:
@@ -191,8 +199,7 @@ class Engine:
             if token_id >= target.vocab_size:
                 raise InvalidRequestError(
                     f"stop_token_ids holds {token_id}; allowed are ids below the vocabulary size "
-                    f"of "
-                    f"{target.vocab_size}. Remove it."
+                    f"of {target.vocab_size}. Remove it."
                 )
         eos_ids = frozenset() if sampling.ignore_eos else target.eos_ids
         return Request(
@@ -253,8 +260,7 @@ def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise InvalidRequestError(
             f"the prompt is an array of shape {ids.shape} and kind {ids.dtype}; allowed is a flat "
-            f"sequence "
-            "of integer token ids."
+            "sequence of integer token ids."
         )
     if ids.size == 0:
         raise InvalidRequestError(
@@ -265,8 +271,7 @@ def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.
         place = int(np.argmax(is_outside))
         raise InvalidRequestError(
             f"the prompt holds token id {int(ids[place])} at position {place}; allowed are ids "
-            f"from 0 to "
-            f"{target.vocab_size - 1}. Check that the tokenizer is this model's."
+            f"from 0 to {target.vocab_size - 1}. Check that the tokenizer is this model's."
         )
     return ids.astype(np.int64)
 

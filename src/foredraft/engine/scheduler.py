@@ -60,8 +60,8 @@ class Scheduler:
         if state.most_rows > self._max_rows:
             raise InvalidRequestError(
                 f"prompt and max_tokens come to {state.most_rows} tokens; the KV memory bound "
-                f"holds "
-                f"{self._max_rows}. Lower max_tokens, shorten the prompt, or raise kv_cache_gb."
+                f"holds {self._max_rows}. Lower max_tokens, shorten the prompt, or raise "
+                "kv_cache_gb."
             )
         self._waiting[state.request.request_id] = state
 

@@ -76,8 +76,7 @@ def attention_function(
     if the_pass is None:
         raise RuntimeError(
             "this model's attention runs inside foredraft only; load another copy with "
-            "Transformers "
-            "to call it directly"
+            "Transformers to call it directly"
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

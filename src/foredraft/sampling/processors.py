@@ -78,30 +78,37 @@ def cuts(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
 
 
 def cuts_by_sorting(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """Plain twin of :func:`cuts`: sorts whole rows; any device."""
+    """Plain twin of :func:`cuts`: sorts whole rows, all at once; any device."""
     num_rows, vocab_size = logits.shape
     out = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=logits.device)
-    for row in range(num_rows):
-        temperature = float(params.temperature[row])
-        if temperature == 0:
-            continue
-        ranked = logits[row].sort(descending=True).values
-        cut = -torch.inf
-        top_k = int(params.top_k[row])
-        if 0 < top_k < vocab_size:
-            cut = float(ranked[top_k - 1])
-        if params.top_p[row] < 1:
-            kept = ranked[ranked >= cut]
-            scale = float(np.float32(min(temperature, _HOTTEST)))
-            weights = torch.exp((kept - kept[0]) / scale).double()
-            before = torch.cumsum(weights, 0) - weights
-            # The first of equal logits decides for all of them: ties are kept together.
-            is_kept = before < float(params.top_p[row]) * weights.sum()
-            cut = max(cut, float(kept[is_kept][-1]))
-        if params.min_p[row] > 0:
-            threshold = float(ranked[0]) + temperature * np.log(params.min_p[row])
-            cut = max(cut, float(ranked[ranked.double() >= threshold][-1]))
-        out[row] = cut
+    is_filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    index = np.nonzero(is_filtered & (params.temperature > 0))[0]
+    if not len(index):
+        return out
+    chosen = params.rows(index)
+
+    def column(values: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).to(logits.device)[:, None]
+
+    where = torch.from_numpy(index).to(logits.device)
+    ranked = logits[where].sort(dim=-1, descending=True).values
+    no_cut = torch.full_like(ranked[:, :1], -torch.inf)
+    has_top_k = (chosen.top_k > 0) & (chosen.top_k < vocab_size)
+    kth = ranked.gather(1, column(np.where(has_top_k, chosen.top_k, 1) - 1))
+    cut = torch.where(column(has_top_k), kth, no_cut)
+    scale = column(np.minimum(chosen.temperature, _HOTTEST).astype(np.float32))
+    weights = torch.exp((ranked - ranked[:, :1]) / scale).double().masked_fill(ranked < cut, 0.0)
+    before = torch.cumsum(weights, 1) - weights
+    # The first of equal logits decides for all of them: ties are kept together.
+    is_kept = before < column(chosen.top_p) * weights.sum(dim=1, keepdim=True)
+    last = ranked.gather(1, (is_kept.sum(dim=1, keepdim=True) - 1).clamp(min=0))
+    cut = torch.where(column(chosen.top_p < 1), torch.maximum(cut, last), cut)
+    has_min_p = chosen.min_p > 0
+    margin = chosen.temperature * np.log(np.where(has_min_p, chosen.min_p, 1.0))
+    is_kept = ranked.double() >= ranked[:, :1].double() + column(margin)
+    last = ranked.gather(1, is_kept.sum(dim=1, keepdim=True) - 1)
+    cut = torch.where(column(has_min_p), torch.maximum(cut, last), cut)
+    out[where] = cut[:, 0]
     return out
 
 

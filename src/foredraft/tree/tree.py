@@ -14,11 +14,6 @@ from numpy.typing import NDArray
 Int64Array = NDArray[np.int64]
 
 
-def chain_parents(num_nodes: int) -> Int64Array:
-    """Return the parents of a chain, int64 [num_nodes]."""
-    return np.arange(num_nodes, dtype=np.int64)
-
-
 def is_chain(parents: Int64Array) -> bool:
     """Whether every node's parent is the row just before it."""
     return bool((parents == np.arange(len(parents))).all())

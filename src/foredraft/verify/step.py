@@ -6,13 +6,18 @@ and the target's logits.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from foredraft.params import SamplingParams
 from foredraft.sampling.noise import Stream, units
 from foredraft.sampling.pick import Picks, pick
 from foredraft.sampling.processors import RowParams, probs
-from foredraft.tree.tree import depths
+from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan, TargetOutput, Verdict
 from foredraft.verify.block import block
 from foredraft.verify.coins import Coins
@@ -20,7 +25,14 @@ from foredraft.verify.rejection import rejection
 from foredraft.verify.traversal import traversal
 from foredraft.verify.walk import walk
 
-_CLASSICAL = {"rejection": rejection, "block": block, "traversal": traversal}
+_CLASSICAL: dict[str, Callable[..., tuple[tuple[int, ...], int]]] = {
+    "rejection": rejection,
+    "block": block,
+    "traversal": traversal,
+}
+
+_MANY_TOKENS = 1 << 15
+"""A vocabulary that makes picking use all threads."""
 
 
 def verify(plan: StepPlan, drafts: DraftBatch, target: TargetOutput) -> Verdict:
@@ -44,6 +56,21 @@ def verify(plan: StepPlan, drafts: DraftBatch, target: TargetOutput) -> Verdict:
     if is_classical.any():
         verdict = _verify_classical(plan, drafts, target, params, picks, verdict, is_classical)
     return verdict
+
+
+def load_kernels() -> None:
+    """Compile or load what verifying runs, so that no request's first step pays for it."""
+    logits = torch.linspace(-10, 10, 4 * _MANY_TOKENS).reshape(4, -1)
+    filtered = SamplingParams(1.0, top_k=50, top_p=0.9, min_p=0.01)
+    for sampling in (SamplingParams(), filtered):
+        params = RowParams.of([sampling], np.array([4]))
+        for tokens in (_MANY_TOKENS, 8):  # by all threads, and by one
+            rows = logits[:, :tokens].contiguous()
+            picks = pick(rows, params, np.zeros(4, dtype=np.int64), np.arange(4))
+    draft = DraftBatch(np.array([1, 2, 3]), np.array([0, 1, 1]), np.array([0, 3]))
+    walk(draft, picks, np.array([0, 4]))
+    depths(draft.parents)
+    ancestors(draft.parents)
 
 
 def _pick_positions(plan: StepPlan, drafts: DraftBatch, num_rows: Int64Array) -> Int64Array:
@@ -89,6 +116,8 @@ def _verify_classical(
         draft_ids = drafts.token_ids[nodes]
         dist_ids = None if drafts.dist_ids is None else drafts.dist_ids[nodes]
         rule = _CLASSICAL[segment.request.speculation.verification]
+        if drafts.is_with_replacement is not None and rule is not block:
+            rule = functools.partial(rule, with_replacement=bool(drafts.is_with_replacement[index]))
         nodes_path, token = rule(
             draft_ids,
             drafts.parents[nodes],

@@ -1,0 +1,91 @@
+"""Packed layers: the same products as ``nn.Linear``, however and in whatever order they are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from foredraft.model.packed_linear import PackedLinear, can_pack, pack_linear_layers
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here"
+)
+
+
+class Block(nn.Module):
+    def __init__(
+        self, biases: tuple[bool, bool, bool] = (True, True, True), other: int = 0
+    ) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(64, 96, bias=biases[0])
+        self.k_proj = nn.Linear(64, 32, bias=biases[1])
+        self.v_proj = nn.Linear(64 + other, 32, bias=biases[2])
+        self.o_proj = nn.Linear(96, 64)
+        self.mlp = nn.ModuleDict({"gate_proj": nn.Linear(64, 80), "up_proj": nn.Linear(64, 80)})
+
+
+def packed(block: Block) -> tuple[dict[str, nn.Linear], dict[str, PackedLinear]]:
+    block = block.to(torch.bfloat16).eval()
+    plain = {n: m for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+    assert pack_linear_layers(block) == len(plain) == 6
+    found = {n: m for n, m in block.named_modules() if isinstance(m, PackedLinear)}
+    assert list(found) == list(plain)
+    return plain, found
+
+
+def check(plain: nn.Linear, layer: PackedLinear, x: torch.Tensor) -> None:
+    out = layer(x)
+    assert out.dtype == torch.bfloat16 and out.shape == (*x.shape[:-1], plain.out_features)
+    exact = x.double() @ plain.weight.double().T
+    exact = exact if plain.bias is None else exact + plain.bias.double()
+    assert (out.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "block",
+    [
+        Block,
+        lambda: Block((False,) * 3),
+        lambda: Block((True, False, True)),
+        lambda: Block(other=8),
+    ],
+    ids=["biases", "no biases", "one bias missing", "another input size"],
+)
+def test_every_order_of_calls(block) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    plain, layers = packed(block())
+    for order in (
+        ["q_proj", "k_proj", "v_proj"],
+        ["v_proj", "k_proj", "q_proj", "v_proj"],
+        ["q_proj", "q_proj", "k_proj", "q_proj", "v_proj", "v_proj", "k_proj"],
+        ["mlp.gate_proj", "q_proj", "mlp.up_proj", "k_proj", "mlp.gate_proj", "o_proj"],
+    ):
+        inputs = {n: torch.randn(5, n, dtype=torch.bfloat16) for n in (64, 72, 96)}
+        for name in order:
+            check(plain[name], layers[name], inputs[plain[name].in_features])
+        for name in order:  # another tensor each time
+            x = torch.randn(2, 3, plain[name].in_features, dtype=torch.bfloat16)
+            check(plain[name], layers[name], x)
+
+
+@torch.no_grad()
+def test_nothing_is_kept_once_all_have_read_it() -> None:
+    _, layers = packed(Block())
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layers[name](x)
+    shared = layers["q_proj"]._shared
+    assert shared is layers["v_proj"]._shared
+    assert shared._input is None and not shared._waiting
+
+
+@torch.no_grad()
+def test_no_rows() -> None:
+    plain, layers = packed(Block())
+    for name, layer in layers.items():
+        assert layer(torch.empty(0, plain[name].in_features, dtype=torch.bfloat16)).shape == (
+            0,
+            plain[name].out_features,
+        )

@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
 
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
@@ -15,6 +14,7 @@ from foredraft.params import MAX_SPECULATIVE_TOKENS, SamplingParams, Speculation
 from foredraft.registry import METHODS, PLAIN, drafter_class
 from foredraft.tree import tree
 from foredraft.types import Budgets, DraftBatch, Request, Segment, StepPlan
+from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
 
 SMALL = 12
 """A vocabulary in which anything comes again soon, so that every method finds drafts."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+
+from foredraft.engine.engine import Engine
+from foredraft.params import SamplingParams, SpeculationParams
 from tests.tiny import (
     VOCAB,
     ScriptDrafter,
@@ -16,9 +19,6 @@ from tests.tiny import (
     family_target,
     run,
 )
-
-from foredraft.engine.engine import Engine
-from foredraft.params import SamplingParams, SpeculationParams
 
 NUM_SCHEDULES = 200
 MOST_TOKENS = 20

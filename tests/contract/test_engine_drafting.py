@@ -6,12 +6,12 @@ import dataclasses
 
 import numpy as np
 import torch
-from tests.tiny import ScriptDrafter, engine, run, table_target, table_text
 
 from foredraft.drafters.base import Drafter, Needs
 from foredraft.engine.drafting import Drafting
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.types import Budgets, DraftBatch, Request, Segment, StepPlan, TargetOutput, Verdict
+from tests.tiny import ScriptDrafter, engine, run, table_target, table_text
 
 VOCAB = 12
 TABLE = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB))

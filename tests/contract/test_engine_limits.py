@@ -6,6 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+
+from foredraft.errors import ConfigError, InvalidRequestError
+from foredraft.params import SamplingParams, SpeculationParams
 from tests.tiny import (
     ScriptDrafter,
     decode_slowly,
@@ -16,9 +19,6 @@ from tests.tiny import (
     table_target,
     table_text,
 )
-
-from foredraft.errors import ConfigError, InvalidRequestError
-from foredraft.params import SamplingParams, SpeculationParams
 
 CONTEXT = 64
 LENGTHS = range(50, 64)

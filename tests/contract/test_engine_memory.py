@@ -10,6 +10,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+
+from foredraft.engine.engine import Engine
+from foredraft.errors import InvalidRequestError
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.types import DraftBatch, Segment, StepPlan
 from tests.tiny import (
     CONTEXT,
     VOCAB,
@@ -20,11 +25,6 @@ from tests.tiny import (
     run,
     table_target,
 )
-
-from foredraft.engine.engine import Engine
-from foredraft.errors import InvalidRequestError
-from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.types import DraftBatch, Segment, StepPlan
 
 PLAIN = SpeculationParams("none")
 SAMPLING = SamplingParams(temperature=1.0, seed=2, max_tokens=20, ignore_eos=True)

@@ -6,6 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.stats import RequestStats
 from tests.tiny import (
     Ended,
     ScriptDrafter,
@@ -16,9 +19,6 @@ from tests.tiny import (
     table_target,
     table_text,
 )
-
-from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.stats import RequestStats
 
 VOCAB = 40
 TABLE = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB))

@@ -9,6 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from foredraft.drafters.base import Needs
+from foredraft.engine import near_tie
+from foredraft.engine.near_tie import check_greedy
+from foredraft.model.loader import Target
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.types import Budgets, DraftBatch, StepPlan
 from tests.tiny import (
     Ended,
     ScriptDrafter,
@@ -21,13 +28,6 @@ from tests.tiny import (
     table_text,
     warnings_logged,
 )
-
-from foredraft.drafters.base import Needs
-from foredraft.engine import near_tie
-from foredraft.engine.near_tie import check_greedy
-from foredraft.model.loader import Target
-from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.types import Budgets, DraftBatch, StepPlan
 
 VOCAB = 40
 TABLE = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB))

@@ -11,6 +11,9 @@ import itertools
 
 import numpy as np
 import pytest
+
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.types import Budgets, DraftBatch, Segment, StepPlan
 from tests.tiny import (
     Ended,
     ScriptDrafter,
@@ -21,9 +24,6 @@ from tests.tiny import (
     table_target,
     table_text,
 )
-
-from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.types import Budgets, DraftBatch, Segment, StepPlan
 
 VOCAB = 40
 TABLE = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB))

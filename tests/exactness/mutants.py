@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from foredraft.verify.reference import Chooser, rejection_reference, traversal_reference
 from tests.exactness.enumeration import (
     Draft,
     Drafter,
@@ -20,8 +21,6 @@ from tests.exactness.enumeration import (
     sampled_tree,
     traversal_rule,
 )
-
-from foredraft.verify.reference import Chooser, rejection_reference, traversal_reference
 
 # ---------------------------------------------------------------------------------- wrong drafters
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.tiny import CONTEXT, VOCAB, ScriptDrafter, engine, family_target, run
 
 from foredraft.model.kv_cache import ContiguousKVCache
 from foredraft.model.packed_linear import can_pack
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.types import DraftBatch, Request, Segment, StepPlan
+from tests.tiny import CONTEXT, VOCAB, ScriptDrafter, engine, family_target, run
 
 PLAIN = SpeculationParams(method="none")
 

@@ -13,6 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from scipy import stats
+
+from foredraft.verify.block import block
+from foredraft.verify.coins import Coins
+from foredraft.verify.reference import outcomes
+from foredraft.verify.rejection import rejection
+from foredraft.verify.residual import draw_token
+from foredraft.verify.traversal import traversal
 from tests.exactness import enumeration, mutants
 from tests.exactness.enumeration import (
     Draft,
@@ -27,13 +34,6 @@ from tests.exactness.enumeration import (
     target_law,
     traversal_rule,
 )
-
-from foredraft.verify.block import block
-from foredraft.verify.coins import Coins
-from foredraft.verify.reference import outcomes
-from foredraft.verify.rejection import rejection
-from foredraft.verify.residual import draw_token
-from foredraft.verify.traversal import traversal
 
 NUM_DRAWS = 100_000
 NUM_MUTANT_DRAWS = 20_000

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+
+from foredraft.verify.reference import Chooser, outcomes, walk_reference
 from tests.exactness import enumeration, mutants
 from tests.exactness.enumeration import (
     KINDS,
@@ -32,8 +34,6 @@ from tests.exactness.enumeration import (
     traversal_rule,
 )
 from tests.exactness.mutants import MUTANTS
-
-from foredraft.verify.reference import Chooser, outcomes, walk_reference
 
 TOLERANCE = 1e-12
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.tiny import ScriptDrafter, engine, row_params, run, table_target, table_text
 
 from foredraft.drafters.base import Drafter, Needs
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.sampling.noise import Stream, position_keys, units_torch
 from foredraft.sampling.processors import probs
 from foredraft.types import Budgets, DraftBatch, StepPlan
+from tests.tiny import ScriptDrafter, engine, row_params, run, table_target, table_text
 
 VOCAB = 8
 P_VALUE = 1e-4

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.sampling.pick import Picks
+from foredraft.types import DraftBatch
+from foredraft.verify.reference import walk_reference
+from foredraft.verify.walk import walk
 from tests.tiny import (
     VOCAB,
     ScriptDrafter,
@@ -17,12 +23,6 @@ from tests.tiny import (
     family_target,
     run,
 )
-
-from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.sampling.pick import Picks
-from foredraft.types import DraftBatch
-from foredraft.verify.reference import walk_reference
-from foredraft.verify.walk import walk
 
 TEMPERATURES = (0.0, 0.3, 1.0, 2.0)
 KINDS = ("right", "half", "wrong", "random", "noise", "against")

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.texts import TEXTS
-from tests.tiny import decode_slowly
 
 from foredraft import LLM, SamplingParams, SpeculationParams
 from foredraft.cli.main import main
@@ -25,6 +23,8 @@ from foredraft.model import gguf as conversion
 from foredraft.model.gguf import cache_folder, converted_folder
 from foredraft.model.loader import resolve_source
 from foredraft.model.source import embedded_model
+from tests.texts import TEXTS
+from tests.tiny import decode_slowly
 
 pytestmark = [
     pytest.mark.model,

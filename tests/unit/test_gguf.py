@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.folders import CHAT_TEMPLATE, CONTEXT, make_gguf, make_model
-from tests.texts import TEXTS
 
 from foredraft.config import EngineConfig
 from foredraft.engine.llm import LLM
@@ -22,6 +20,8 @@ from foredraft.model import gguf as conversion
 from foredraft.model.gguf import cache_folder, converted_folder
 from foredraft.model.loader import load_target, resolve_source
 from foredraft.params import SamplingParams
+from tests.folders import CHAT_TEMPLATE, CONTEXT, make_gguf, make_model
+from tests.texts import TEXTS
 
 MANIFEST = "foredraft-manifest.json"
 F32 = torch.float32

@@ -123,6 +123,24 @@ def test_freeing_leaves_neighbours_alone() -> None:
                 assert torch.equal(one, other)
 
 
+def test_without_a_memory_map_slots_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages cannot be given back, a slot's next tenant finds zeros all the same."""
+    monkeypatch.setattr("foredraft.model.kv_cache.sys.platform", "other")
+    cache = make()
+    assert all(store._map is None for pair in cache._stores for store in pair)
+    for slot in range(3):
+        assert cache.allocate() == slot
+        fill(cache, slot, 5 + slot, slot)
+    before = copy_of(cache, 0)
+    cache.move_rows(2, np.array([4, 6]), 1)
+    assert torch.equal(cache.keys(0)[2, 1:3], cache.keys(0)[2, [4, 6]])
+    cache.free(1)
+    assert not any(store.any() for store in copy_of(cache, 1))
+    for one, other in zip(before, copy_of(cache, 0), strict=True):
+        assert torch.equal(one, other)
+    assert cache.bytes_in_use == (5 + 7) * cache.bytes_per_row and cache.allocate() == 1
+
+
 def resident() -> int:
     return int(psutil.Process(os.getpid()).memory_info().rss)
 

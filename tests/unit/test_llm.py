@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.folders import CONTEXT, edit_json, make_folder, make_parrot, make_tokenizer
-from tests.texts import TEXTS
 
 from foredraft import LLM, ForedraftError, SamplingParams, SpeculationParams
 from foredraft.engine.llm import RequestOutput
 from foredraft.errors import ConfigError, InvalidRequestError
 from foredraft.types import StepPlan
+from tests.folders import CONTEXT, edit_json, make_folder, make_parrot, make_tokenizer
+from tests.texts import TEXTS
 
 PROMPT = "one two three one two three one two"
 CHAT = [{"role": "user", "content": "one two three"}]

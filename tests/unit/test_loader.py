@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.folders import CONTEXT, edit_json, make_folder, make_model
-from tests.tiny import decode_slowly
 
 from foredraft.config import EngineConfig
 from foredraft.engine.llm import LLM
@@ -27,6 +25,8 @@ from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.model.loader import load_target, prepare_target
 from foredraft.model.source import embedded_model, find_source
 from foredraft.params import SamplingParams
+from tests.folders import CONTEXT, edit_json, make_folder, make_model
+from tests.tiny import decode_slowly
 
 PROMPT = "one two three one two three one two"
 WEIGHTS = "model.safetensors"

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.tiny import CONTEXT, VOCAB, engine, family_target, run, table_target
 
 from foredraft.engine.engine import Engine
 from foredraft.engine.near_tie import DEFAULT_MAX_ULPS, check_greedy
 from foredraft.params import SamplingParams, SpeculationParams
+from tests.tiny import CONTEXT, VOCAB, engine, family_target, run, table_target
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(20, 60)), [9]]
 GREEDY = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.tiny import seed_for
 
 from foredraft.sampling import noise
 from foredraft.sampling.noise import Stream, gumbel, position_keys, units, units_torch
+from tests.tiny import seed_for
 
 P_VALUE = 1e-6
 MASK = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""Packed layers: the same products as ``nn.Linear``, however and in whatever order they are called."""
+"""Packed layers: the same products as ``nn.Linear``, in whatever order they are called."""
 
 from __future__ import annotations
 

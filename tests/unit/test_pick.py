@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.tiny import row_params, seed_for
 
 from foredraft.sampling.noise import gumbel
 from foredraft.sampling.pick import _pick_torch, pick, pick_slowly
 from foredraft.sampling.processors import RowParams, probs
+from tests.tiny import row_params, seed_for
 
 P_VALUE = 1e-6
 TEMPERATURES = (0.0, 1e-6, 1e-5, 0.01, 0.3, 1.0, 2.0, 100.0)

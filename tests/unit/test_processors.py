@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.tiny import row_params
 
 from foredraft.params import SamplingParams
 from foredraft.sampling.processors import RowParams, cuts, cuts_by_sorting, probs
+from tests.tiny import row_params
 
 TEMPERATURES = (1e-5, 1e-4, 0.01, 0.3, 1.0, 2.0, 100.0, 1e6, 1e38, 1e300)
 TOP_KS = (0, 1, 2, 3, 5, 10, 50, 200, 1_000_000)

@@ -367,11 +367,10 @@ def _say_figures(screen: Screen, result: dict[str, Any], sampling: SamplingParam
         parts.append(f"accepted by position {by_position or 'none'}")
     total = sum(result["time_s"].values()) or 1.0
     shares = [f"{name} {seconds / total:.1%}" for name, seconds in result["time_s"].items()]
-    times = ["time " + ", ".join(shares)]
+    parts.append("time " + ", ".join(shares))
     if not sampling.is_greedy:
-        times.append(f"seed {result['seed']}")
+        parts.append(f"seed {result['seed']}")
     screen.line(" · ".join(parts), is_dim=True)
-    screen.line(" · ".join(times), is_dim=True)
 
 
 def _comparison(

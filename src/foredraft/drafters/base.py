@@ -88,9 +88,9 @@ class Drafter(ABC):
         Returns:
             A batch with ``len(plan.segments) + 1`` offsets. A segment never has more nodes than its
             budget, and none where the budget is 0; fewer, or none, is always allowed. Parents come
-            before their children, no two siblings hold the same token, and every id is in
-            ``[0, vocab_size)``. Where ``segment.request.speculation.allows_trees`` is false, the
-            tree is a chain.
+            before their children, no two siblings hold the same token (unless they were drawn with
+            replacement, which the batch then says), and every id is in ``[0, vocab_size)``. Where
+            ``segment.request.speculation.allows_trees`` is false, the tree is a chain.
         """
 
     def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:

@@ -24,3 +24,11 @@ class ModelLoadError(ForedraftError):
 
 class MissingExtraError(ForedraftError, ImportError):
     """An optional package is absent; the message names the extra that brings it."""
+
+
+class ProfileError(ForedraftError, ValueError):
+    """A measured profile or a recorded trace that is missing, damaged, or of something else."""
+
+
+class PlanError(ForedraftError, ValueError):
+    """Numbers that the arithmetic cannot work with."""

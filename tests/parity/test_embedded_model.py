@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from foredraft import LLM, SamplingParams, SpeculationParams
+from foredraft.cache import cache_folder
 from foredraft.cli.main import main
 from foredraft.engine.near_tie import DEFAULT_MAX_ULPS, check_greedy
 from foredraft.model import gguf as conversion
-from foredraft.model.gguf import cache_folder, converted_folder
+from foredraft.model.gguf import converted_folder
 from foredraft.model.loader import resolve_source
 from foredraft.model.source import embedded_model
 from tests.texts import TEXTS

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from foredraft.cache import cache_folder
 from foredraft.config import EngineConfig
 from foredraft.engine.llm import LLM
 from foredraft.errors import ModelLoadError
 from foredraft.model import gguf as conversion
-from foredraft.model.gguf import cache_folder, converted_folder
+from foredraft.model.gguf import converted_folder
 from foredraft.model.loader import load_target, resolve_source
 from foredraft.params import SamplingParams
 from tests.folders import CHAT_TEMPLATE, CONTEXT, make_gguf, make_model

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from foredraft.cache import cache_folder
 from foredraft.errors import ModelLoadError
 from foredraft.model.diagnosis import counted, squeezed
 
@@ -28,14 +28,6 @@ _MANIFEST = "foredraft-manifest.json"
 _FORMAT = 1
 _STAGING_SUFFIX = ".part"
 _MOST_STEM = 100
-
-
-def cache_folder() -> Path:
-    """Where converted copies lie: ``$FOREDRAFT_CACHE``, else ``foredraft`` in the user's cache."""
-    if explicit := os.environ.get("FOREDRAFT_CACHE"):
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "foredraft"
 
 
 def converted_folder(file: Path, dtype: torch.dtype, notify: Callable[[str], None]) -> Path:

@@ -1,0 +1,1 @@
+"""The arithmetic of speculation, in plain Python: when it pays, and how much to draft."""

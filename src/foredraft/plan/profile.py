@@ -129,9 +129,8 @@ class Profile:
             )
         if len(cells) == 1 or num_rows <= cells[0][0]:
             return cells[0][1]
-        for (rows, low), (next_rows, high) in zip(cells, cells[1:], strict=False):
-            if num_rows <= next_rows:
-                break
+        upper = next((i for i, cell in enumerate(cells) if num_rows <= cell[0]), len(cells) - 1)
+        (rows, low), (next_rows, high) = cells[upper - 1], cells[upper]
         return max(0.0, low + (high - low) * (num_rows - rows) / (next_rows - rows))
 
     def verify_cost(

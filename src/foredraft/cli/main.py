@@ -14,6 +14,7 @@ import typer
 
 from foredraft.cli.bench import bench
 from foredraft.cli.generate import generate
+from foredraft.cli.plan import plan
 from foredraft.errors import ForedraftError
 
 app = typer.Typer(
@@ -24,7 +25,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS: dict[str, Callable[..., None]] = {"generate": generate, "bench": bench}
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "generate": generate,
+    "bench": bench,
+    "plan": plan,
+}
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
 

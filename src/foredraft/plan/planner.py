@@ -1,0 +1,547 @@
+"""Should I speculate, with how many draft tokens, up to which batch size?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.errors import PlanError
+from foredraft.plan.acceptance import (
+    CONFIDENCE,
+    Survival,
+    SurvivalEstimate,
+    check_count,
+    check_probability,
+    quantiles,
+)
+from foredraft.plan.cost import METHOD_DRAFT_COSTS, StepCost
+from foredraft.plan.profile import Profile
+from foredraft.plan.roofline import Roofline
+from foredraft.plan.terms import (
+    GivenTerms,
+    MeasuredTerms,
+    RooflineTerms,
+    Terms,
+    ceiling,
+    draft_costs,
+)
+
+DEFAULT_MAX_NUM_SPECULATIVE_TOKENS = 32
+_MOST_TOKENS = 1024
+_WORTH_IT = 1.03  # below this a gain is hardly one
+_ENOUGH = 0.98  # of the best speedup
+_METHODS = ", ".join(METHOD_DRAFT_COSTS)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCell:
+    """One choice of N at one batch size.
+
+    Attributes:
+        num_speculative_tokens: N.
+        expected_tokens: Tokens that a step emits.
+        step_cost: What it costs, in plain decode steps.
+        speedup: Their quotient.
+        low: Lower bound of the speedup; ``None`` where nothing says how sure the numbers are.
+        high: Upper bound.
+    """
+
+    num_speculative_tokens: int
+    expected_tokens: float
+    step_cost: float
+    speedup: float
+    low: float | None
+    high: float | None
+
+    @property
+    def spans_one(self) -> bool:
+        """Whether the interval does not say if this is faster or slower than plain decoding."""
+        return self.low is not None and self.high is not None and self.low < 1.0 < self.high
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Every choice of N at one batch size.
+
+    Attributes:
+        num_requests: Batch size.
+        alpha: Marginal cost of one more draft token, about the best N.
+        t_draft: Draft time.
+        ceiling: Speedup that no acceptance exceeds.
+        cells: One for every N, from 0.
+    """
+
+    num_requests: int
+    alpha: float
+    t_draft: float
+    ceiling: float
+    cells: tuple[PlanCell, ...]
+
+    @property
+    def best(self) -> PlanCell:
+        """The cell with the greatest speedup, with the smallest N of several."""
+        return max(self.cells, key=lambda cell: (cell.speedup, -cell.num_speculative_tokens))
+
+    @property
+    def enough(self) -> PlanCell:
+        """The cell with the smallest N that is within 2 % of the best."""
+        least = _ENOUGH * self.best.speedup
+        return next(cell for cell in self.cells if cell.speedup >= least)
+
+    @property
+    def best_draft(self) -> PlanCell:
+        """The same among those with a draft."""
+        return max(self.cells[1:], key=lambda cell: (cell.speedup, -cell.num_speculative_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        method: How drafts are made.
+        draft_cost: How their time counts.
+        source: Where the costs are from.
+        acceptance: Overall acceptance of a draft token.
+        survival: What the expectation is made of.
+        batches: By batch size; the first is the one the verdict begins with.
+        break_even_batch: Smallest batch size at which no draft pays; ``None`` if there is none
+            among those that are known.
+        most_known_batch: Largest of these; ``None`` where nothing is known of other batch sizes.
+        verdict: The answer in plain words.
+        notes: What to bear in mind.
+    """
+
+    method: str
+    draft_cost: str
+    source: str
+    acceptance: float
+    survival: Survival
+    batches: tuple[BatchPlan, ...]
+    break_even_batch: int | None
+    most_known_batch: int | None
+    verdict: str
+    notes: tuple[str, ...]
+
+    @property
+    def first(self) -> BatchPlan:
+        """The batch size asked for first."""
+        return self.batches[0]
+
+    def tiers(self) -> list[tuple[int, int, int]]:
+        """Batch sizes from, to, and the best N there, without gaps from 1; 0 from break-even on.
+
+        Sizes between two that were asked for get the N of the larger one.
+        """
+        result: list[tuple[int, int, int]] = []
+        start = 1
+        for batch in sorted(self.batches, key=lambda b: b.num_requests):
+            end, best = batch.num_requests, batch.best.num_speculative_tokens
+            edge = self.break_even_batch
+            if edge is not None and start < edge <= end and result:
+                if edge > start:
+                    _append_tier(result, start, edge - 1, result[-1][2])
+                start = edge
+            _append_tier(result, start, end, best)
+            start = end + 1
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints; an infinite ceiling is ``None``."""
+        best = self.first.best
+        return {
+            "best_num_speculative_tokens": best.num_speculative_tokens,
+            "expected_tokens": best.expected_tokens,
+            "speedup": best.speedup,
+            "speedup_interval": _interval(best),
+            "ceiling": _finite(self.first.ceiling),
+            "break_even_batch": self.break_even_batch,
+            "verdict": self.verdict,
+            "method": self.method,
+            "draft_cost": self.draft_cost,
+            "source": self.source,
+            "acceptance": self.acceptance,
+            "draft_share": self.survival.draft_share,
+            "confidence": CONFIDENCE,
+            "most_known_batch": self.most_known_batch,
+            "notes": list(self.notes),
+            "table": [
+                {
+                    "batch": batch.num_requests,
+                    "alpha": batch.alpha,
+                    "t_draft": batch.t_draft,
+                    "ceiling": _finite(batch.ceiling),
+                    "best_num_speculative_tokens": batch.best.num_speculative_tokens,
+                    "speedup": batch.best.speedup,
+                    "speedup_interval": _interval(batch.best),
+                    "by_num_speculative_tokens": [
+                        {
+                            "num_speculative_tokens": cell.num_speculative_tokens,
+                            "expected_tokens": cell.expected_tokens,
+                            "step_cost": cell.step_cost,
+                            "speedup": cell.speedup,
+                            "speedup_interval": _interval(cell),
+                        }
+                        for cell in batch.cells
+                    ],
+                }
+                for batch in self.batches
+            ],
+        }
+
+
+def make_plan(
+    *,
+    acceptance: float | None = None,
+    estimate: SurvivalEstimate | None = None,
+    alpha: float | None = None,
+    t_draft: float | None = None,
+    draft_cost: str | None = None,
+    roofline: Roofline | None = None,
+    profile: Profile | None = None,
+    context: int | None = None,
+    batches: Sequence[int] = (),
+    max_num_speculative_tokens: int = DEFAULT_MAX_NUM_SPECULATIVE_TOKENS,
+    method: str | None = None,
+) -> Plan:
+    """Work out whether drafting pays, and how much of it.
+
+    Args:
+        acceptance: Constant acceptance of a draft token; or
+        estimate: acceptance from recorded steps. One of the two.
+        alpha: Marginal cost of one more draft token, in plain decode steps; or
+        roofline: a model on a machine; or
+        profile: what was measured. One of the three.
+        t_draft: Draft time in plain decode steps. Not given, it is the profile's; else 0 for a
+            method that looks drafts up, and refused for one that computes them.
+        draft_cost: How draft time counts; not given, as is usual for the method.
+        context: Tokens of each request in the cache; for a roofline or a profile. Not given, 1024
+            for a roofline and the shortest measured for a profile.
+        batches: Batch sizes; the first is the one the verdict begins with. Not given, 1 or those
+            that were measured.
+        max_num_speculative_tokens: Largest N to look at.
+        method: How drafts are made; not given, ``ngram``.
+
+    Raises:
+        PlanError: A number is out of range, two contradict each other, or one is missing.
+    """
+    if (acceptance is None) == (estimate is None):
+        raise PlanError(
+            "acceptance must come from one place: give either an acceptance (from 0 to 1) or a "
+            "trace of recorded steps."
+        )
+    most = check_count("max_num_speculative_tokens", max_num_speculative_tokens, 1)
+    if most > _MOST_TOKENS:
+        raise PlanError(f"max_num_speculative_tokens is {most}; allowed is up to {_MOST_TOKENS}.")
+    batches = _check_batches(batches)
+    if acceptance is not None:
+        survival = Survival(1.0, (), check_probability("acceptance", acceptance))
+        replicates: tuple[Survival, ...] = ()
+        overall = float(acceptance)
+    else:
+        assert estimate is not None
+        survival, replicates = estimate.survival, estimate.replicates
+        overall = estimate.acceptance or 0.0
+    name = method or "ngram"
+    terms = _choose_terms(alpha, roofline, profile, t_draft, draft_cost, context, name)
+    if isinstance(terms, GivenTerms) and len(batches) > 1:
+        raise PlanError(
+            f"alpha is one number, so it holds for one batch size, but {len(batches)} are given; "
+            "give one, or a profile, or a model config and hardware."
+        )
+    rows = tuple(
+        _plan_batch(terms, batch, most, survival, replicates)
+        for batch in batches or terms.default_batches()
+    )
+    known = terms.known_batches()
+    edge = _break_even(terms, known, most, survival)
+    return Plan(
+        method=name,
+        draft_cost=terms.draft_cost,
+        source=terms.source,
+        acceptance=overall,
+        survival=survival,
+        batches=rows,
+        break_even_batch=edge,
+        most_known_batch=known[-1] if known else None,
+        verdict=_verdict(terms, rows[0], most, survival, edge, known),
+        notes=_notes(terms, rows, most, survival, bool(replicates)),
+    )
+
+
+def _check_batches(batches: Sequence[int]) -> list[int]:
+    checked = [check_count("batch", batch, 1) for batch in batches]
+    if len(set(checked)) < len(checked):
+        raise PlanError(f"batch is given as {checked}; give each size once.")
+    return checked
+
+
+def _choose_terms(
+    alpha: float | None,
+    roofline: Roofline | None,
+    profile: Profile | None,
+    t_draft: float | None,
+    draft_cost: str | None,
+    context: int | None,
+    method: str,
+) -> Terms:
+    given = [
+        name
+        for name, value in (
+            ("alpha", alpha),
+            ("a model config with hardware", roofline),
+            ("a profile", profile),
+        )
+        if value is not None
+    ]
+    if len(given) != 1:
+        what = "none is given" if not given else f"given are {' and '.join(given)}"
+        raise PlanError(
+            f"costs must come from one place, but {what}; give an alpha, or a model config with "
+            "hardware, or a profile."
+        )
+    if profile is not None:
+        if t_draft is not None:
+            draft_cost = draft_cost or _usual_cost(method)
+        elif draft_cost is not None:
+            raise PlanError(
+                "draft_cost is given, but the draft time is the profile's, which says itself how "
+                "it counts; give t_draft too, or leave draft_cost out."
+            )
+        return MeasuredTerms(profile, method, context, t_draft, draft_cost)
+    draft_cost = draft_cost or _usual_cost(method)
+    if t_draft is None:
+        if draft_cost != "once":
+            raise PlanError(
+                f"t_draft is not given, but drafting costs time for each token or level "
+                f"(draft_cost {draft_cost}); give it, in plain decode steps: 0.05 is a draft model "
+                "20 times as fast as the target."
+            )
+        t_draft = 0.0
+    if roofline is not None:
+        return RooflineTerms(roofline, 1024 if context is None else context, t_draft, draft_cost)
+    if context is not None:
+        raise PlanError(
+            "context is given, but alpha is one number whatever the context; give a profile, or a "
+            "model config and hardware, or leave context out."
+        )
+    assert alpha is not None
+    return GivenTerms(StepCost(alpha, t_draft, draft_cost))
+
+
+def _usual_cost(method: str) -> str:
+    if method not in METHOD_DRAFT_COSTS:
+        raise PlanError(
+            f"method is {method!r}, of which it is not known how draft time counts; known are "
+            f"{_METHODS}. Give draft_cost."
+        )
+    return METHOD_DRAFT_COSTS[method]
+
+
+def _plan_batch(
+    terms: Terms,
+    num_requests: int,
+    most: int,
+    survival: Survival,
+    replicates: Sequence[Survival],
+) -> BatchPlan:
+    verify = [terms.verify_cost(n, num_requests) for n in range(most + 1)]
+    expected, costs = _outcomes(terms, num_requests, verify, survival)
+    speedups = [e / c for e, c in zip(expected, costs, strict=True)]
+    drawn: list[list[float]] = [[] for _ in range(most + 1)]
+    for replicate in replicates:
+        for n, (e, c) in enumerate(
+            zip(*_outcomes(terms, num_requests, verify, replicate), strict=True)
+        ):
+            drawn[n].append(e / c)
+    slack = 1.0 + terms.uncertainty
+    cells = []
+    for n in range(most + 1):
+        low: float | None = None
+        high: float | None = None
+        if n and (replicates or slack > 1.0):
+            low, high = quantiles(drawn[n]) if replicates else (speedups[n], speedups[n])
+            low, high = min(low, speedups[n]) / slack, max(high, speedups[n]) * slack
+        elif replicates or slack > 1.0:
+            low = high = 1.0
+        cells.append(PlanCell(n, expected[n], costs[n], speedups[n], low, high))
+    best = speedups.index(max(speedups))
+    return BatchPlan(
+        num_requests=num_requests,
+        alpha=terms.alpha(best, num_requests),
+        t_draft=terms.t_draft(num_requests),
+        ceiling=ceiling(terms, num_requests, most),
+        cells=tuple(cells),
+    )
+
+
+def _outcomes(
+    terms: Terms, num_requests: int, verify: Sequence[float], survival: Survival
+) -> tuple[list[float], list[float]]:
+    """Expected tokens and costs of a step, for every N.
+
+    Args:
+        terms: Costs.
+        num_requests: Batch size.
+        verify: Cost of a verify pass with 0, 1, 2, ... draft tokens a request.
+        survival: Acceptance. Steps without a draft verify nothing, so that a request has
+            ``draft_share * N`` draft tokens on average.
+    """
+    most = len(verify) - 1
+    drafts = draft_costs(terms, num_requests, most, survival.draft_share)
+    expected, costs = [1.0], [1.0]
+    for n, alive in enumerate(survival.by_position(most), start=1):
+        expected.append(expected[-1] + alive)
+        costs.append(drafts[n] + _between(verify, survival.draft_share * n))
+    return expected, costs
+
+
+def _between(values: Sequence[float], place: float) -> float:
+    lower = min(int(place), len(values) - 1)
+    upper = min(lower + 1, len(values) - 1)
+    return values[lower] + (values[upper] - values[lower]) * (place - lower)
+
+
+def _pays(terms: Terms, num_requests: int, most: int, survival: Survival) -> bool:
+    verify = [terms.verify_cost(n, num_requests) for n in range(most + 1)]
+    expected, costs = _outcomes(terms, num_requests, verify, survival)
+    return any(e > c for e, c in zip(expected[1:], costs[1:], strict=True))
+
+
+def _break_even(terms: Terms, known: Sequence[int], most: int, survival: Survival) -> int | None:
+    """Smallest batch size at which no draft pays: looked for among ``known``, then between two."""
+    before = 0
+    for batch in known:
+        if not _pays(terms, batch, most, survival):
+            while batch - before > 1:
+                middle = (before + batch) // 2
+                if _pays(terms, middle, most, survival):
+                    before = middle
+                else:
+                    batch = middle
+            return batch
+        before = batch
+    return None
+
+
+def _least_acceptance(terms: Terms, num_requests: int, most: int) -> float | None:
+    """Return the constant acceptance from which a draft pays; ``None`` if not even 1 does."""
+    if not _pays(terms, num_requests, most, Survival(1.0, (), 1.0)):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        pays = _pays(terms, num_requests, most, Survival(1.0, (), middle))
+        low, high = (low, middle) if pays else (middle, high)
+    return high
+
+
+def _verdict(
+    terms: Terms,
+    batch: BatchPlan,
+    most: int,
+    survival: Survival,
+    edge: int | None,
+    known: Sequence[int],
+) -> str:
+    where = f" at batch {batch.num_requests}" if known or batch.num_requests > 1 else ""
+    cell = batch.best_draft
+    n = cell.num_speculative_tokens
+    tokens = f"{n} draft token{'s' if n > 1 else ''}"
+    sentences = []
+    if cell.speedup <= 1.0:
+        sentences.append(
+            f"Leave it off{where}: no draft is expected to beat plain decoding, the best "
+            f"({tokens}) runs at {cell.speedup:.2f} of it."
+        )
+        if cell.spans_one:
+            sentences.append(_doubt(cell))
+        least = _least_acceptance(terms, batch.num_requests, most)
+        if least is None:
+            sentences.append("Not even an acceptance of 1 would change that.")
+        elif survival.draft_share == 1.0:
+            sentences.append(f"It would pay from an acceptance of {least:.2f}.")
+    else:
+        sure = "" if cell.low is None else f" ({cell.low:.2f} to {cell.high:.2f})"
+        start = "Speculate" if cell.speedup >= _WORTH_IT else "It hardly pays"
+        link = " with" if cell.speedup >= _WORTH_IT else ", with"
+        sentences.append(
+            f"{start}{where}{link} {tokens}: {cell.speedup:.2f} times plain decoding "
+            f"expected{sure}."
+        )
+        if cell.spans_one:
+            sentences.append(_doubt(cell))
+    if edge is not None and edge > batch.num_requests:
+        sentences.append(f"Leave it off from batch {edge} on.")
+    elif edge is None and known:
+        sentences.append(f"Some draft pays at every batch known, {known[0]} to {known[-1]}.")
+    return " ".join(sentences)
+
+
+def _doubt(cell: PlanCell) -> str:
+    return (
+        f"The interval, {cell.low:.2f} to {cell.high:.2f}, spans 1: measure more before deciding."
+    )
+
+
+def _notes(
+    terms: Terms,
+    rows: Sequence[BatchPlan],
+    most: int,
+    survival: Survival,
+    is_recorded: bool,
+) -> tuple[str, ...]:
+    notes = []
+    best, enough = rows[0].best.num_speculative_tokens, rows[0].enough.num_speculative_tokens
+    if 0 < enough < best:
+        notes.append(f"{enough} draft tokens already reach {_ENOUGH:.0%} of what {best} do")
+    if any(row.best.num_speculative_tokens == most for row in rows):
+        notes.append(f"the best N is the largest looked at, {most}; a larger one may be better")
+    if not is_recorded:
+        notes.append(
+            "acceptance was given, so there is no interval for it; record steps with --trace to "
+            "get one"
+        )
+    elif survival.draft_share < 1.0:
+        notes.append(
+            f"{1 - survival.draft_share:.0%} of the recorded steps had no draft; the figures are "
+            "over all steps"
+        )
+    if is_recorded and len(survival.conditional) < max(r.best.num_speculative_tokens for r in rows):
+        notes.append(
+            f"positions beyond {len(survival.conditional)} were not recorded; they are taken to "
+            f"have the overall acceptance, {survival.beyond:.2f}"
+        )
+    if isinstance(terms, RooflineTerms):
+        notes.append(
+            "a roofline takes every kernel to reach the machine's peak and drafting to cost the "
+            "same share at every batch; measure before relying on it"
+        )
+        fits = terms.roofline.most_requests(terms.context)
+        if fits is not None and fits < max(row.num_requests for row in rows):
+            size = terms.roofline.shape.stored_bytes / 1e9
+            notes.append(
+                f"at this context {fits} requests fit into the memory of one "
+                f"{terms.roofline.hardware.name} beside {size:.3g} GB of weights; for several, "
+                "give the bandwidth and TFLOPS of all together"
+            )
+        if any(layer.num_experts for layer in terms.roofline.shape.layers):
+            notes.append("experts are taken to be drawn at random, each token on its own")
+    return tuple(notes)
+
+
+def _append_tier(tiers: list[tuple[int, int, int]], start: int, end: int, best: int) -> None:
+    if tiers and tiers[-1][2] == best:
+        tiers[-1] = (tiers[-1][0], end, best)
+    else:
+        tiers.append((start, end, best))
+
+
+def _interval(cell: PlanCell) -> list[float] | None:
+    return None if cell.low is None or cell.high is None else [cell.low, cell.high]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,153 @@
+"""Recorded steps: one line of JSON a request, written by ``--trace FILE``, read by the planner.
+
+    {"method": "ngram", "num_requests": 1, "temperature": 0.0, "num_tokens": 120,
+     "steps": [[8, 3], [8, 8], ...]}
+
+``num_requests`` is how many requests the batch held; a step is
+``[draft tokens, accepted draft tokens]``. Keys that are not named here are for others and are left
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.errors import ProfileError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """What happened in the steps of one request.
+
+    Attributes:
+        method: How it was drafted.
+        num_requests: Requests in its batch.
+        temperature: Of its sampling.
+        num_tokens: Tokens it emitted.
+        steps: Draft tokens and accepted draft tokens of every verify step.
+    """
+
+    method: str
+    num_requests: int
+    temperature: float
+    num_tokens: int
+    steps: tuple[tuple[int, int], ...]
+
+
+def trace_line(
+    method: str,
+    num_requests: int,
+    temperature: float,
+    num_tokens: int,
+    steps: Iterable[Sequence[int]],
+) -> str:
+    """Return the line of a finished request, without its end of line.
+
+    Raises:
+        ProfileError: The numbers cannot be of a request; nothing is written that could not be read.
+    """
+    content = {
+        "method": method,
+        "num_requests": int(num_requests),
+        "temperature": float(temperature),
+        "num_tokens": int(num_tokens),
+        "steps": [[int(drafted), int(accepted)] for drafted, accepted in steps],
+    }
+    try:
+        _request(content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProfileError(f"a request cannot be traced: {error}.") from error
+    return json.dumps(content, separators=(",", ":"))
+
+
+def append_trace(path: Path, lines: Iterable[str]) -> None:
+    """Append lines that :func:`trace_line` made to a file, each whole."""
+    text = "".join(f"{line}\n" for line in lines)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_trace(path: Path, method: str | None = None) -> list[RequestTrace]:
+    """Read a trace.
+
+    Args:
+        path: The file.
+        method: Keep requests of this method only; ``None`` keeps all and wants them of one.
+
+    Raises:
+        ProfileError: There is no such file, a line is damaged, or no request is left.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(
+            f"{path} cannot be read as a trace ({type(error).__name__}); write one with "
+            "'foredraft generate --trace FILE'."
+        ) from error
+    requests = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_request(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ProfileError(
+                f"line {number} of {path} is no request of a trace ({what}); delete the line, or "
+                "record again with 'foredraft generate --trace FILE'."
+            ) from error
+    methods = sorted({request.method for request in requests})
+    if method is not None:
+        requests = [request for request in requests if request.method == method]
+    elif len(methods) > 1:
+        raise ProfileError(
+            f"{path} holds requests of the methods {', '.join(methods)}; choose one with --method."
+        )
+    if not requests:
+        held = f"requests of {', '.join(methods)} only" if methods else "no request"
+        wanted = "" if method is None else f" of the method {method}"
+        raise ProfileError(
+            f"{path} holds {held}, none{wanted}; record some with 'foredraft generate --trace "
+            f"{path}'."
+        )
+    return requests
+
+
+def _request(content: Any) -> RequestTrace:
+    if not isinstance(content, dict):
+        raise TypeError(f"it is {content!r:.40}, not an object")
+    method = content["method"]
+    if not isinstance(method, str) or not method:
+        raise ValueError(f"method is {method!r}, not a name")
+    temperature = content["temperature"]
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        raise TypeError(f"temperature is {temperature!r}, not a number")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature!r}")
+    if not isinstance(content["steps"], list):
+        raise TypeError("steps is not a list")
+    steps = []
+    for step in content["steps"]:
+        if not isinstance(step, list) or len(step) != 2:
+            raise ValueError(f"a step is {step!r:.40}, not [draft tokens, accepted draft tokens]")
+        drafted, accepted = (_count("a number of a step", value) for value in step)
+        if accepted > drafted:
+            raise ValueError(f"a step accepted {accepted} of {drafted} draft tokens")
+        steps.append((drafted, accepted))
+    return RequestTrace(
+        method=method,
+        num_requests=_count("num_requests", content["num_requests"], 1),
+        temperature=float(temperature),
+        num_tokens=_count("num_tokens", content["num_tokens"]),
+        steps=tuple(steps),
+    )
+
+
+def _count(name: str, value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, not an integer of {least} or more")
+    return value

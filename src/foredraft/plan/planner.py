@@ -16,7 +16,7 @@ from foredraft.plan.acceptance import (
     check_probability,
     quantiles,
 )
-from foredraft.plan.cost import METHOD_DRAFT_COSTS, StepCost
+from foredraft.plan.cost import METHOD_DRAFT_COSTS, StepCost, check_draft_cost
 from foredraft.plan.profile import Profile
 from foredraft.plan.roofline import Roofline
 from foredraft.plan.terms import (
@@ -302,6 +302,8 @@ def _choose_terms(
             f"costs must come from one place, but {what}; give an alpha, or a model config with "
             "hardware, or a profile."
         )
+    if draft_cost is not None:
+        check_draft_cost(draft_cost)
     if profile is not None:
         if t_draft is not None:
             draft_cost = draft_cost or _usual_cost(method)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import MissingExtraError
+from foredraft.errors import MissingExtraError, PlanError
 from foredraft.plan.acceptance import CONFIDENCE, Survival, SurvivalEstimate
 from foredraft.plan.planner import Plan
 from foredraft.plan.profile import Profile
@@ -56,8 +56,15 @@ def write_report(
 
     Raises:
         MissingExtraError: Matplotlib is not installed.
+        PlanError: The file cannot be written.
     """
-    path.write_text(report_html(plan, profile, estimate), encoding="utf-8")
+    page = report_html(plan, profile, estimate)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be written ({type(error).__name__}); choose another file."
+        ) from error
 
 
 def report_html(

@@ -54,3 +54,7 @@ clean: ## Remove caches and build outputs (not .venv)
 
 distclean: clean ## clean, and remove .venv
 	rm -rf .venv
+
+.PHONY: figures
+figures: $(STAMP) ## Draw the figures of the documentation again
+	$(BIN)/python -m foredraft.bench.figures docs/figures

@@ -72,3 +72,19 @@ def test_without_matplotlib_the_extra_is_named(
     with pytest.raises(MissingExtraError, match="the extra 'bench'"):
         write_report(tmp_path / "x.html", make_plan(acceptance=0.8, alpha=0.1))
     assert not (tmp_path / "x.html").exists()
+
+
+def test_figures_of_the_documentation_are_what_the_code_draws(tmp_path: Path) -> None:
+    import matplotlib
+
+    from foredraft.bench.figures import draw_figures
+
+    root = Path(__file__).resolve().parents[2]
+    drawn = draw_figures(tmp_path)
+    kept = {path.name for path in (root / "docs" / "figures").glob("*.svg")}
+    assert {path.name for path in drawn} == kept
+    pinned = f"matplotlib=={matplotlib.__version__}\n"
+    if pinned not in (root / "constraints.txt").read_text(encoding="utf-8"):
+        pytest.skip("another Matplotlib than the pinned one draws other curves")
+    for path in drawn:
+        assert path.read_bytes() == (root / "docs" / "figures" / path.name).read_bytes()

@@ -37,7 +37,8 @@ _COLOURS = {
     "blue4": ("#2365b5", "#86b4ea"),
     "blue5": ("#123f7a", "#c0dafa"),
 }
-_RAMP = ("blue1", "blue2", "blue3", "blue4", "blue5")
+RAMP = ("blue1", "blue2", "blue3", "blue4", "blue5")
+"""Names of the colours for lines that follow each other in a number."""
 
 
 def write_report(
@@ -164,18 +165,18 @@ def to_svg(draw: Draw, title: str, is_alone: bool = False) -> str:
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],
         "font.size": 10,
-        "axes.edgecolor": _light("line"),
-        "axes.labelcolor": _light("faint"),
+        "axes.edgecolor": light("line"),
+        "axes.labelcolor": light("faint"),
         "axes.spines.right": False,
         "axes.spines.top": False,
         "axes.grid": True,
         "axes.grid.axis": "y",
         "axes.axisbelow": True,
-        "grid.color": _light("line"),
+        "grid.color": light("line"),
         "grid.linewidth": 0.6,
-        "text.color": _light("ink"),
-        "xtick.color": _light("faint"),
-        "ytick.color": _light("faint"),
+        "text.color": light("ink"),
+        "xtick.color": light("faint"),
+        "ytick.color": light("faint"),
         "xtick.major.size": 0,
         "ytick.major.size": 0,
         "lines.linewidth": 1.6,
@@ -190,8 +191,8 @@ def to_svg(draw: Draw, title: str, is_alone: bool = False) -> str:
         )
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].rstrip()
-    for name, (light, _) in _COLOURS.items():
-        svg = svg.replace(light, f"var(--{name})")
+    for name, (drawn, _) in _COLOURS.items():
+        svg = svg.replace(drawn, f"var(--{name})")
     label = f'<svg role="img" aria-label="{html.escape(title)}"'
     svg = svg.replace("<svg", label, 1)
     svg = svg.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
@@ -209,7 +210,7 @@ def draw_by_draft_length(
     own = [cell.speedup for cell in plan.first.cells]
 
     def draw(axes: Axes) -> None:
-        for acceptance, colour in zip(acceptances, _RAMP, strict=False):
+        for acceptance, colour in zip(acceptances, RAMP, strict=False):
             survival = Survival(plan.survival.draft_share, (), acceptance)
             expected = [1.0]
             for alive in survival.by_position(len(costs) - 1):
@@ -217,8 +218,17 @@ def draw_by_draft_length(
             speedups = [e / c for e, c in zip(expected, costs, strict=True)]
             _curve(axes, speedups, colour, f"{acceptance:g}", 1.4)
         if has_plan:
-            _curve(axes, own, "accent", "planned", 2.6)
-        _plain_line(axes)
+            best = _curve(axes, own, "accent", "", 2.6)
+            axes.annotate(
+                "planned",
+                (best, own[best]),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                color=light("ink"),
+            )
+        plain_line(axes)
         axes.set_xlim(0, (len(costs) - 1) * 1.06)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("draft tokens a step, N (lines: acceptance)")
@@ -239,11 +249,11 @@ def draw_by_batch(plan: Plan) -> Draw:
                 sizes,
                 [cell.low or 0.0 for cell in best],
                 [cell.high or 0.0 for cell in best],
-                color=_light("accent"),
+                color=light("accent"),
                 alpha=0.18,
                 linewidth=0,
             )
-        axes.plot(sizes, [cell.speedup for cell in best], color=_light("accent"), marker="o")
+        axes.plot(sizes, [cell.speedup for cell in best], color=light("accent"), marker="o")
         for size, cell in zip(sizes, best, strict=True):
             axes.annotate(
                 str(cell.num_speculative_tokens or "off"),
@@ -251,10 +261,10 @@ def draw_by_batch(plan: Plan) -> Draw:
                 xytext=(0, 7),
                 textcoords="offset points",
                 ha="center",
-                color=_light("ink"),
+                color=light("ink"),
                 fontsize=9,
             )
-        _plain_line(axes)
+        plain_line(axes)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_ylim(0, 1.15 * max(cell.high or cell.speedup for cell in best))
@@ -267,10 +277,10 @@ def draw_by_batch(plan: Plan) -> Draw:
 
 def draw_verify_cost(profile: Profile) -> Draw:
     """Plot measured verify cost against the fitted line, for up to five batch sizes."""
-    batches = profile.batches()[: len(_RAMP)]
+    batches = profile.batches()[: len(RAMP)]
 
     def draw(axes: Axes) -> None:
-        colours = _RAMP[-len(batches) :]
+        colours = RAMP[-len(batches) :]
         for num_requests, colour in zip(batches, colours, strict=True):
             context = profile.contexts(num_requests)[0]
             lengths = sorted(
@@ -280,9 +290,9 @@ def draw_verify_cost(profile: Profile) -> Draw:
             )
             alpha = profile.alpha(num_requests, context)
             costs = [profile.verify_cost(n, num_requests, context) for n in lengths]
-            axes.plot(lengths, costs, "o", color=_light(colour), markersize=5)
+            axes.plot(lengths, costs, "o", color=light(colour), markersize=5)
             axes.plot(
-                [0, lengths[-1]], [1, 1 + alpha * lengths[-1]], color=_light(colour), linewidth=1.2
+                [0, lengths[-1]], [1, 1 + alpha * lengths[-1]], color=light(colour), linewidth=1.2
             )
             axes.annotate(
                 f"batch {num_requests}: alpha {alpha:.3f}",
@@ -291,7 +301,7 @@ def draw_verify_cost(profile: Profile) -> Draw:
                 textcoords="offset points",
                 va="center",
                 fontsize=9,
-                color=_light("ink"),
+                color=light("ink"),
             )
         axes.margins(x=0.02)
         axes.set_ylim(bottom=0)
@@ -312,7 +322,7 @@ def draw_survival(estimate: SurvivalEstimate) -> Draw:
         share = estimate.survival.draft_share
         acceptance = estimate.acceptance or 0.0
         constant = [share * acceptance**position for position in positions]
-        axes.plot(positions, constant, color=_light("blue3"))
+        axes.plot(positions, constant, color=light("blue3"))
         axes.annotate(
             f"constant {acceptance:.2f}",
             (positions[-1], constant[-1]),
@@ -320,7 +330,7 @@ def draw_survival(estimate: SurvivalEstimate) -> Draw:
             textcoords="offset points",
             va="center",
             fontsize=9,
-            color=_light("ink"),
+            color=light("ink"),
         )
         below = [max(0.0, a - low) for a, (low, _) in zip(recorded, bounds, strict=True)]
         above = [max(0.0, high - a) for a, (_, high) in zip(recorded, bounds, strict=True)]
@@ -329,7 +339,7 @@ def draw_survival(estimate: SurvivalEstimate) -> Draw:
             recorded,
             yerr=[below, above],
             fmt="o",
-            color=_light("accent"),
+            color=light("accent"),
             elinewidth=1.2,
             markersize=5,
         )
@@ -341,10 +351,11 @@ def draw_survival(estimate: SurvivalEstimate) -> Draw:
     return draw
 
 
-def _curve(axes: Axes, speedups: Sequence[float], colour: str, label: str, width: float) -> None:
+def _curve(axes: Axes, speedups: Sequence[float], colour: str, label: str, width: float) -> int:
+    """Draw a line with a dot on its best N, which is returned."""
     best = speedups.index(max(speedups))
-    axes.plot(range(len(speedups)), speedups, color=_light(colour), linewidth=width)
-    axes.plot([best], [speedups[best]], "o", color=_light(colour), markersize=6)
+    axes.plot(range(len(speedups)), speedups, color=light(colour), linewidth=width)
+    axes.plot([best], [speedups[best]], "o", color=light(colour), markersize=6)
     axes.annotate(
         label,
         (len(speedups) - 1, speedups[-1]),
@@ -352,13 +363,15 @@ def _curve(axes: Axes, speedups: Sequence[float], colour: str, label: str, width
         textcoords="offset points",
         va="center",
         fontsize=9,
-        color=_light("ink"),
+        color=light("ink"),
         annotation_clip=False,
     )
+    return best
 
 
-def _plain_line(axes: Axes) -> None:
-    axes.axhline(1.0, color=_light("faint"), linewidth=1, linestyle=(0, (4, 3)))
+def plain_line(axes: Axes) -> None:
+    """Draw a dashed line where plain decoding is, at a speedup of 1."""
+    axes.axhline(1.0, color=light("faint"), linewidth=1, linestyle=(0, (4, 3)))
 
 
 def _table(plan: Plan) -> str:
@@ -384,10 +397,11 @@ def _table(plan: Plan) -> str:
 
 def _variables() -> str:
     """The colours as style sheet variables, light and dark."""
-    light = " ".join(f"--{name}: {value[0]};" for name, value in _COLOURS.items())
+    bright = " ".join(f"--{name}: {value[0]};" for name, value in _COLOURS.items())
     dark = " ".join(f"--{name}: {value[1]};" for name, value in _COLOURS.items())
-    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f":root {{ {bright} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
 
 
-def _light(name: str) -> str:
+def light(name: str) -> str:
+    """Return a colour of the plots by name, as it is drawn in light mode."""
     return _COLOURS[name][0]

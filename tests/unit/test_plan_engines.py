@@ -117,6 +117,8 @@ def test_sglang_by_batch() -> None:
     assert list(tiers.values())[-1] == {"candidate_steps": [0]}
     assert "adaptive.json" in config.text and "# adaptive.json" in config.render()
     assert "cannot change the number by batch size" in emit(_by_batch("ngram"), "sglang").render()
+    draft = emit(_by_batch("draft-model"), "sglang", "small")
+    assert "adaptive" not in draft.text and "with EAGLE only" in draft.render()
 
 
 def test_tensorrt_by_batch() -> None:

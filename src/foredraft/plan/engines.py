@@ -63,6 +63,11 @@ class _Wish:
         return max(n for _, _, n in self.tiers)
 
     @property
+    def fixed(self) -> int:
+        """For an engine with one number for all batch sizes: the one of the first."""
+        return self.best or self.most
+
+    @property
     def names_draft_model(self) -> bool:
         """An MTP module is usually a part of the target's own checkpoint."""
         return self.method in _WITH_DRAFT_MODEL or (
@@ -170,7 +175,9 @@ def _sglang(wish: _Wish) -> EngineConfig:
         "python -m sglang.launch_server --model-path MODEL",
         f"--speculative-algorithm {algorithms[wish.method]}",
     ]
-    most = wish.most
+    # Of all methods, adaptive_unsupported_reason lets these two alone through.
+    is_adaptive = wish.is_by_batch and wish.method in ("eagle", "eagle3")
+    most = wish.most if is_adaptive else wish.fixed
     if wish.method == "ngram":
         # Counted with the root, the last token of the text so far.
         command.append(f"--speculative-num-draft-tokens {most + 1}")
@@ -182,8 +189,11 @@ def _sglang(wish: _Wish) -> EngineConfig:
         "--speculative-eagle-topk 1",
         f"--speculative-num-draft-tokens {most + 1}",
     ]
-    if not wish.is_by_batch:
-        return EngineConfig("sglang", " ".join(command))
+    if not is_adaptive:
+        notes: tuple[str, ...] = ()
+        if wish.is_by_batch:
+            notes = ("SGLang adapts to batch size with EAGLE only", *_no_batches(wish, "sglang"))
+        return EngineConfig("sglang", " ".join(command), notes=notes)
     command += ["--speculative-adaptive", "--speculative-adaptive-config adaptive.json"]
     tiers = {str(low): {"candidate_steps": [n]} for low, _, n in _with_zero(wish)}
     return EngineConfig(
@@ -246,12 +256,12 @@ def _llama_cpp(wish: _Wish) -> EngineConfig:
     if wish.method == "ngram":
         command += [
             f"--spec-ngram-simple-size-n {_LONGEST_MATCH}",
-            f"--spec-ngram-simple-size-m {wish.best or wish.most}",
+            f"--spec-ngram-simple-size-m {wish.fixed}",
         ]
     else:
         if wish.names_draft_model:
             command.append(f"--spec-draft-model {shlex.quote(wish.draft_model)}")
-        command.append(f"--spec-draft-n-max {wish.best or wish.most}")
+        command.append(f"--spec-draft-n-max {wish.fixed}")
     return EngineConfig("llama.cpp", " ".join(command), notes=_no_batches(wish, "llama.cpp"))
 
 
@@ -259,10 +269,7 @@ def _tgi(wish: _Wish) -> EngineConfig:
     if wish.method not in ("ngram", "medusa"):
         return _cannot("tgi", f"it drafts by n-grams or by Medusa heads, not by {wish.method}")
     model = wish.draft_model if wish.method == "medusa" else _TARGET
-    command = (
-        f"text-generation-launcher --model-id {shlex.quote(model)} "
-        f"--speculate {wish.best or wish.most}"
-    )
+    command = f"text-generation-launcher --model-id {shlex.quote(model)} --speculate {wish.fixed}"
     notes = _no_batches(wish, "tgi")
     if wish.method == "medusa":
         notes += ("the Medusa checkpoint names its target and loads by itself",)
@@ -277,7 +284,7 @@ def _ollama(wish: _Wish) -> EngineConfig:
     lines = [
         f"FROM {_TARGET}",
         f"DRAFT {wish.draft_model}",
-        f"PARAMETER draft_num_predict {wish.best or wish.most}",
+        f"PARAMETER draft_num_predict {wish.fixed}",
     ]
     notes = (
         "a Modelfile, for 'ollama create'; one call turns drafting off with the option "

@@ -13,7 +13,7 @@ import pytest
 from foredraft.errors import PlanError
 from foredraft.plan import make_plan
 from foredraft.plan.engines import ENGINES, METHODS, EngineConfig, emit
-from foredraft.plan.planner import Plan
+from foredraft.plan.result import Plan
 from tests.unit.test_plan_planner import make_profile
 
 # What each engine can be told, by method; the rest gets a sentence.

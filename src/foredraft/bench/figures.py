@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.plan.acceptance import constant_survival
 from foredraft.plan.cost import StepCost, speedups
-from foredraft.plan.planner import Plan, make_plan
+from foredraft.plan.planner import make_plan
 from foredraft.plan.report import (
     RAMP,
     draw_by_batch,
@@ -18,6 +18,7 @@ from foredraft.plan.report import (
     plain_line,
     to_svg,
 )
+from foredraft.plan.result import Plan
 from foredraft.plan.roofline import Roofline, find_hardware
 from foredraft.plan.shape import ModelShape
 

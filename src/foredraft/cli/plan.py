@@ -12,8 +12,8 @@ from foredraft.errors import PlanError
 
 if TYPE_CHECKING:
     from foredraft.plan.acceptance import SurvivalEstimate
-    from foredraft.plan.planner import BatchPlan, Plan
     from foredraft.plan.profile import Profile
+    from foredraft.plan.result import BatchPlan, Plan
     from foredraft.plan.roofline import Roofline
 
 _DEFAULT_MAX = 32  # as in the planner, which is not imported for the help

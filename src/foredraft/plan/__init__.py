@@ -27,8 +27,9 @@ if TYPE_CHECKING:
         speedups,
     )
     from foredraft.plan.engines import emit
-    from foredraft.plan.planner import BatchPlan, Plan, PlanCell, make_plan
+    from foredraft.plan.planner import make_plan
     from foredraft.plan.profile import Profile, load_profile
+    from foredraft.plan.result import BatchPlan, Plan, PlanCell
     from foredraft.plan.roofline import HARDWARE, Hardware, Roofline, find_hardware
     from foredraft.plan.shape import ModelShape, load_shape
     from foredraft.plan.trace import RequestTrace, append_trace, read_trace, trace_line
@@ -52,7 +53,8 @@ _WHERE = {
         "speedups",
     ),
     "engines": ("emit",),
-    "planner": ("BatchPlan", "Plan", "PlanCell", "make_plan"),
+    "planner": ("make_plan",),
+    "result": ("BatchPlan", "Plan", "PlanCell"),
     "profile": ("Profile", "load_profile"),
     "roofline": ("HARDWARE", "Hardware", "Roofline", "find_hardware"),
     "shape": ("ModelShape", "load_shape"),

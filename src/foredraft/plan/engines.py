@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from foredraft.errors import PlanError
-from foredraft.plan.planner import Plan
+from foredraft.plan.result import Plan
 
 METHODS = ("ngram", "suffix", "draft-model", "eagle", "eagle3", "medusa", "mtp")
 _WITH_DRAFT_MODEL = ("draft-model", "eagle", "eagle3", "medusa")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import MissingExtraError, PlanError
 from foredraft.plan.acceptance import CONFIDENCE, Survival, SurvivalEstimate
-from foredraft.plan.planner import Plan
 from foredraft.plan.profile import Profile
+from foredraft.plan.result import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.errors import PlanError
@@ -45,12 +45,14 @@ def _survival(rates: list[float]) -> list[float]:
 # ------------------------------------------------------------------------------- expected tokens
 
 
+@settings(deadline=None)
 @given(st.floats(0, 0.999), lengths)
 def test_a_chain_is_the_closed_form(acceptance: float, n: int) -> None:
     closed = (1 - acceptance ** (n + 1)) / (1 - acceptance)
     assert chain_expected_tokens(acceptance, n) == pytest.approx(closed, rel=1e-9)
 
 
+@settings(deadline=None)
 @given(acceptances, acceptances, lengths)
 def test_more_acceptance_and_more_drafts_never_emit_less(p: float, q: float, n: int) -> None:
     low, high = sorted((p, q))
@@ -59,6 +61,7 @@ def test_more_acceptance_and_more_drafts_never_emit_less(p: float, q: float, n: 
     assert 1 <= chain_expected_tokens(p, n) <= n + 1
 
 
+@settings(deadline=None)
 @given(lengths)
 def test_limits_of_a_chain(n: int) -> None:
     assert chain_expected_tokens(0, n) == 1
@@ -66,11 +69,13 @@ def test_limits_of_a_chain(n: int) -> None:
     assert chain_expected_tokens(0.75, 400) == pytest.approx(4)
 
 
+@settings(deadline=None)
 @given(acceptances, lengths)
 def test_survival_of_a_constant_acceptance_is_the_chain(p: float, n: int) -> None:
     assert survival_expected_tokens(constant_survival(p, n)) == chain_expected_tokens(p, n)
 
 
+@settings(deadline=None)
 @given(conditionals)
 def test_a_chain_is_a_tree(rates: list[float]) -> None:
     parents = list(range(len(rates)))
@@ -122,6 +127,7 @@ def test_survival_never_rises() -> None:
 # ------------------------------------------------------------------------------------ the speedup
 
 
+@settings(deadline=None)
 @given(step_costs)
 def test_no_draft_is_plain_decoding(cost: StepCost) -> None:
     assert speedup(1, 0, cost) == 1
@@ -138,6 +144,7 @@ def test_worked_by_hand() -> None:
     assert speedup(2.2, 4, cost, num_levels=2) == pytest.approx(2.2 / 1.14)
 
 
+@settings(deadline=None)
 @given(acceptances, lengths, step_costs)
 def test_best_n_is_the_best_of_all(acceptance: float, most: int, cost: StepCost) -> None:
     def brute(n: int) -> float:
@@ -150,6 +157,7 @@ def test_best_n_is_the_best_of_all(acceptance: float, most: int, cost: StepCost)
     assert all(brute(n) <= brute(best) * (1 + 1e-12) for n in range(best))
 
 
+@settings(deadline=None)
 @given(conditionals, step_costs)
 def test_the_marginal_rule_finds_the_best_draft(rates: list[float], cost: StepCost) -> None:
     """From the first draft token on, stopping at the first that does not pay is exact."""
@@ -167,11 +175,13 @@ def test_the_marginal_rule_finds_the_best_draft(rates: list[float], cost: StepCo
     assert every[n] == pytest.approx(max(every[1:]), rel=1e-9)
 
 
+@settings(deadline=None)
 @given(acceptances, st.integers(1, 400), step_costs)
 def test_the_ceiling_is_never_exceeded(acceptance: float, n: int, cost: StepCost) -> None:
     assert max(speedups(constant_survival(acceptance, n), cost)) <= cost.ceiling() * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 0.9), st.floats(0, 0.5))
 def test_the_ceiling_is_reached_in_the_limit(alpha: float, t_draft: float) -> None:
     n = 1_000_000
@@ -192,6 +202,7 @@ def test_ceilings() -> None:
     assert StepCost(2.0).ceiling() == 1  # plain decoding
 
 
+@settings(deadline=None)
 @given(conditionals, st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 def test_cheaper_is_never_slower(
     rates: list[float], alpha: float, other: float, t_draft: float
@@ -205,6 +216,7 @@ def test_cheaper_is_never_slower(
     assert all(a >= b for a, b in zip(cheap, dear, strict=True))
 
 
+@settings(deadline=None)
 @given(step_costs)
 def test_least_acceptance_is_where_it_begins_to_pay(cost: StepCost) -> None:
     least = least_acceptance(cost, 16)

@@ -8,9 +8,13 @@ from numbers import Integral, Real
 from typing import Any
 
 from foredraft.errors import InvalidRequestError
+from foredraft.registry import PLAIN
 
 MAX_SPECULATIVE_TOKENS = 128
 """Most draft nodes one request may have in one step."""
+
+AUTO = "auto"
+"""As a number of draft tokens: as many as pay, decided at every step."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean argmax: dividing by them would only lose precision."""
@@ -152,6 +156,7 @@ class SpeculationParams:
         method: ``none`` (plain decoding), a registered method such as ``ngram``, or
             ``module:Class`` for a drafter of your own.
         num_speculative_tokens: Most draft tokens (tree nodes) in a step; 0 is plain decoding.
+            ``auto`` (the default) decides at every step how many pay, or none.
         verification: ``walk`` (the default: token-identical to plain decoding), or one of the
             classical rules ``rejection``, ``block`` (chains only) and ``traversal``: exact in law.
 
@@ -160,7 +165,7 @@ class SpeculationParams:
     """
 
     method: str = "ngram"
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int | str = AUTO
     verification: str = "walk"
 
     def __post_init__(self) -> None:
@@ -169,20 +174,31 @@ class SpeculationParams:
             raise InvalidRequestError(
                 f"method is {self.method!r}; allowed is the name of a method, or 'none'."
             )
-        allowed = f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}"
-        advice = "Use 0 for plain decoding."
-        num = _integer("num_speculative_tokens", self.num_speculative_tokens, allowed, advice)
-        object.__setattr__(self, "num_speculative_tokens", num)
-        if not 0 <= num <= MAX_SPECULATIVE_TOKENS:
-            raise InvalidRequestError(
-                f"num_speculative_tokens is {num}; allowed is {allowed}. {advice}"
-            )
+        if self.num_speculative_tokens != AUTO:
+            allowed = f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or 'auto'"
+            advice = "Use 0 for plain decoding."
+            num = _integer("num_speculative_tokens", self.num_speculative_tokens, allowed, advice)
+            if not 0 <= num <= MAX_SPECULATIVE_TOKENS:
+                raise InvalidRequestError(
+                    f"num_speculative_tokens is {num}; allowed is {allowed}. {advice}"
+                )
+            object.__setattr__(self, "num_speculative_tokens", num)
         if self.verification not in VERIFICATIONS:
             raise InvalidRequestError(
                 f"verification is {self.verification!r}; allowed is one of "
                 f"{', '.join(VERIFICATIONS)}. "
                 "Leave it out for 'walk'."
             )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of draft tokens is decided at every step."""
+        return self.num_speculative_tokens == AUTO
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is ever drafted."""
+        return self.method == PLAIN or self.num_speculative_tokens == 0
 
     @property
     def allows_trees(self) -> bool:

@@ -16,6 +16,7 @@ PLAIN = "none"
 
 METHODS: dict[str, str] = {
     "ngram": "foredraft.drafters.ngram:NgramDrafter",
+    "synthetic": "foredraft.drafters.synthetic:SyntheticDrafter",
 }
 
 

@@ -113,6 +113,10 @@ class DraftBatch:
         is_with_replacement: bool [num_segments], whether siblings with one ``dist_id`` were drawn
             independently, so that they may repeat; ``None`` where all were drawn without
             replacement, in node order. Only for ``rejection`` and ``traversal``.
+        confidence: float64 [num_nodes] in [0, 1), how sure the drafter is of each node once its
+            parent is accepted, on a scale of its own: what it is worth is learnt from outcomes.
+            ``None``, or NaN for a node, where a drafter cannot say. It never decides whether a
+            token is accepted.
     """
 
     token_ids: Int64Array
@@ -121,6 +125,7 @@ class DraftBatch:
     draft_probs: torch.Tensor | None = None
     dist_ids: Int64Array | None = None
     is_with_replacement: NDArray[np.bool_] | None = None
+    confidence: NDArray[np.float64] | None = None
 
     @staticmethod
     def empty(num_segments: int) -> DraftBatch:

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from foredraft.params import VERIFICATIONS
 from foredraft.types import Budgets, DraftBatch, StepPlan, TargetOutput, Verdict
 
 
@@ -30,10 +31,18 @@ class Needs:
             ``TargetOutput.hidden_states``; empty for a drafter that reads none.
         draft_probs: Whether its drafts are drawn at random, so that a classical rule needs the
             distributions in ``DraftBatch.draft_probs``. False means every token is a point mass.
+        cost: What the time to draft is counted by: ``once`` a draft (n-gram, Medusa), once a
+            ``per_level`` of its tree or ``per_token`` of its chain (a draft model, EAGLE, MTP).
+        sees_noise: Whether its drafts depend on the target's noise at their positions. Then the
+            target's probability of a token is not the chance that it is picked.
+        rules: The verification rules that its drafts are fit for.
     """
 
     hidden_layers: tuple[int, ...] = ()
     draft_probs: bool = False
+    cost: str = "once"
+    sees_noise: bool = False
+    rules: tuple[str, ...] = VERIFICATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ class NgramDrafter(Drafter):
         self._multiplier = np.uint64(secrets.randbits(64) | 1)
         history = _read_only(np.zeros(2, dtype=np.int64))
         index = self._new_index(history)
-        self._draft(history, index, 1, 1, np.empty(1, np.int64), np.empty(1, np.int64))
+        self._draft(history, index, 1, 1, *(np.empty(1, np.int64) for _ in range(3)))
         index.grow(history, config.min_ngram_len, self._multiplier)
 
     @property
@@ -209,6 +209,7 @@ class NgramDrafter(Drafter):
             return DraftBatch.empty(len(limits))
         token_ids = np.empty(most, dtype=np.int64)
         parents = np.empty(most, dtype=np.int64)
+        match_lens = np.empty(most, dtype=np.int64)
         offsets = np.zeros(len(limits) + 1, dtype=np.int64)
         end = 0
         for number, (segment, limit) in enumerate(zip(plan.segments, limits, strict=True)):
@@ -218,10 +219,18 @@ class NgramDrafter(Drafter):
                 history = _read_only(segment.token_ids)
                 index = self._index_of(request.request_id, history)
                 end += self._draft(
-                    history, index, limit, num_branches, token_ids[end:], parents[end:]
+                    history,
+                    index,
+                    limit,
+                    num_branches,
+                    token_ids[end:],
+                    parents[end:],
+                    match_lens[end:],
                 )
             offsets[number + 1] = end
-        return DraftBatch(token_ids[:end], parents[:end], offsets)
+        # Once the tokens before it are accepted, they have lengthened the match.
+        confidence = 1 - 1 / (1.0 + match_lens[:end])
+        return DraftBatch(token_ids[:end], parents[:end], offsets, confidence=confidence)
 
     def forget(self, request_id: str) -> None:
         """Free the index of a request that has ended."""
@@ -251,6 +260,7 @@ class NgramDrafter(Drafter):
         num_branches: int,
         out_token_ids: Int64Array,
         out_parents: Int64Array,
+        out_match_lens: Int64Array,
     ) -> int:
         """Index what is new, write a tree of at most ``limit`` nodes, return how many it has."""
         num_nodes: int = _index_and_draft(
@@ -267,6 +277,7 @@ class NgramDrafter(Drafter):
             self.context.vocab_size,
             out_token_ids,
             out_parents,
+            out_match_lens,
         )
         index.num_indexed = len(history)
         return num_nodes
@@ -409,6 +420,7 @@ def _add_path(
     num_nodes: int,
     out_token_ids: Int64Array,
     out_parents: Int64Array,
+    out_match_lens: Int64Array,
 ) -> int:
     """Merge what follows position ``end`` into the tree; return its new number of nodes.
 
@@ -433,6 +445,7 @@ def _add_path(
                 break
             out_token_ids[num_nodes] = token_id
             out_parents[num_nodes] = parent
+            out_match_lens[num_nodes] = matched + depth
             num_nodes += 1
         parent = child
     return num_nodes
@@ -453,6 +466,7 @@ def _index_and_draft(
     vocab_size: int,
     out_token_ids: Int64Array,
     out_parents: Int64Array,
+    out_match_lens: Int64Array,
 ) -> int:
     """Bring the index up to date, then write a tree of at most ``limit`` nodes; return its size.
 
@@ -478,6 +492,7 @@ def _index_and_draft(
             num_nodes,
             out_token_ids,
             out_parents,
+            out_match_lens,
         )
         if num_nodes > before:
             num_branches -= 1

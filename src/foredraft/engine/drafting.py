@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from foredraft.config import make_config
 from foredraft.drafters.base import DrafterContext
+from foredraft.errors import InvalidRequestError
 from foredraft.registry import PLAIN, drafter_class
 from foredraft.tree import tree
 from foredraft.types import (
@@ -23,7 +25,7 @@ from foredraft.types import (
 )
 
 if TYPE_CHECKING:
-    from foredraft.drafters.base import Drafter
+    from foredraft.drafters.base import Drafter, Needs
     from foredraft.model.loader import Target
 
 _LOG = logging.getLogger("foredraft")
@@ -52,6 +54,7 @@ class Drafting:
         self._drafters: dict[str, Drafter] = dict(drafters)
         self._is_warned: set[str] = set()
         self._failures: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
         for method in options:
             self._drafter(method)
 
@@ -65,10 +68,21 @@ class Drafting:
         """Make sure that the request's method can draft.
 
         Raises:
-            InvalidRequestError: There is no such method.
+            InvalidRequestError: There is no such method, or it cannot serve the request's rule.
         """
-        if request.speculation.method != PLAIN:
-            self._drafter(request.speculation.method)
+        speculation = request.speculation
+        if speculation.method == PLAIN:
+            return
+        rules = self._drafter(speculation.method).needs.rules
+        if speculation.verification not in rules:
+            raise InvalidRequestError(
+                f"verification is {speculation.verification!r}, which method "
+                f"{speculation.method!r} cannot serve; allowed is {', '.join(rules)}."
+            )
+
+    def needs(self, method: str) -> Needs:
+        """What a method that has drafted before needs."""
+        return self._drafters[method].needs
 
     def take_failures(self) -> dict[str, str]:
         """Return what went wrong with whose draft in the last ``propose``, by request id.
@@ -90,7 +104,9 @@ class Drafting:
         if not wanted:
             return DraftBatch.empty(num_segments)
         batches = []
+        self.seconds = {}
         for method in wanted:
+            started = time.perf_counter()
             own = Budgets(np.where(methods == method, budgets.max_nodes, 0))
             try:
                 batch = self._drafters[method].propose(plan, own)
@@ -100,6 +116,7 @@ class Drafting:
                 self._fail(method, dict.fromkeys(drafted, problem), plan, error)
                 continue
             batches.append(self._checked(method, batch, own, plan))
+            self.seconds[method] = time.perf_counter() - started
         if not batches:
             return DraftBatch.empty(num_segments)
         return batches[0] if len(batches) == 1 else _merge(batches, num_segments)
@@ -190,6 +207,8 @@ def _shape_problem(batch: DraftBatch, num_segments: int) -> str | None:
         return f"has {num_nodes} tokens and {len(batch.parents)} parents"
     if batch.dist_ids is not None and len(batch.dist_ids) != num_nodes:
         return f"has {num_nodes} tokens and {len(batch.dist_ids)} dist_ids"
+    if batch.confidence is not None and len(batch.confidence) != num_nodes:
+        return f"has {num_nodes} tokens and {len(batch.confidence)} confidences"
     return None
 
 
@@ -231,6 +250,7 @@ def _select(batch: DraftBatch, keep: np.ndarray) -> DraftBatch:
         batch.draft_probs,
         None if batch.dist_ids is None else batch.dist_ids[is_kept],
         batch.is_with_replacement,
+        None if batch.confidence is None else batch.confidence[is_kept],
     )
 
 
@@ -243,6 +263,8 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
     parents: list[Int64Array] = []
     dist_ids: list[Int64Array] = []
     offsets = [0]
+    confidence: list[np.ndarray] = []
+    has_confidence = any(batch.confidence is not None for batch in batches)
     is_with_replacement = np.zeros(num_segments, dtype=np.bool_)
     for batch in batches:
         if batch.is_with_replacement is not None:
@@ -255,6 +277,8 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
             parents.append(batch.parents[nodes])
             own = batch.dist_ids[nodes] if batch.dist_ids is not None else None
             chosen = np.full(len(token_ids[-1]), -1, dtype=np.int64)
+            sure = batch.confidence
+            confidence.append(np.full(len(chosen), np.nan) if sure is None else sure[nodes])
             dist_ids.append(chosen if own is None else np.where(own < 0, -1, own + first_dist))
             if batch.draft_probs is not None:
                 first_dist += len(batch.draft_probs)
@@ -266,4 +290,5 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
         torch.cat(tables) if tables else None,
         np.concatenate(dist_ids) if tables else None,
         is_with_replacement if is_with_replacement.any() else None,
+        np.concatenate(confidence) if has_confidence else None,
     )

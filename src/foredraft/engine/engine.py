@@ -14,9 +14,11 @@ import psutil
 import torch
 
 from foredraft.config import EngineConfig
-from foredraft.control.controller import FixedController
+from foredraft.control.controller import Controller, MethodTraits
+from foredraft.control.cost_table import CostTable
 from foredraft.engine.commit import commit
 from foredraft.engine.drafting import Drafting
+from foredraft.engine.measure import quick_passes
 from foredraft.engine.request_state import RequestState
 from foredraft.engine.scheduler import Scheduler
 from foredraft.errors import ConfigError, InvalidRequestError
@@ -71,9 +73,9 @@ class Engine:
             self.config.max_num_batched_tokens,
             self.max_kv_bytes,
         )
-        self.controller = FixedController()
         self.runner = Runner(self.target, self.cache)
         self.drafting = Drafting(self.config.drafter_options, self.target, drafters or {})
+        self.controller = Controller(self._traits)
         self.last_step: StepStats | None = None
         load_kernels()
         self._num_requests = 0
@@ -110,6 +112,8 @@ class Engine:
         request = self._request(name, _check_prompt(prompt_ids, self.target), sampling, speculation)
         self.drafting.prepare(request)
         self.runner.hidden_layers = self.drafting.hidden_layers
+        if speculation.is_auto and not speculation.is_plain:
+            self._make_cost_table()
         self.scheduler.add(RequestState(request))
         self._num_requests += 1
         return name
@@ -124,6 +128,8 @@ class Engine:
         clock.lap("host")
         drafts = self.drafting.propose(plan, budgets)
         clock.lap("draft")
+        drafts = self.controller.trim(plan, drafts)
+        clock.lap("host")
         target = self.runner.forward(plan, drafts)
         clock.lap("target")
         verdict = verify(plan, drafts, target)
@@ -137,6 +143,9 @@ class Engine:
             self.drafting.take_failures(),
         )
         self.drafting.observe(plan, target, verdict)
+        clock.lap("host")
+        seconds = clock.seconds["target"] + clock.seconds["verify"]
+        self.controller.observe(plan, drafts, target, verdict, seconds, self.drafting.seconds)
         states = [self.scheduler.running[s.request.request_id] for s in plan.segments]
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -167,6 +176,15 @@ class Engine:
         """
         return self.scheduler.state(request_id)
 
+    def _make_cost_table(self) -> None:
+        """Bring the controller its cost table, with the first request that needs one."""
+        if self.controller.cost_table is None:
+            self.controller.cost_table = CostTable(quick_passes(self.runner, self.cache))
+
+    def _traits(self, method: str) -> MethodTraits:
+        needs = self.drafting.needs(method)
+        return MethodTraits(needs.cost, needs.sees_noise)
+
     def _free_name(self) -> str:
         """A name that nobody chose for a request that is still here."""
         while (name := f"request-{self._num_requests}") in self.scheduler:
@@ -178,6 +196,7 @@ class Engine:
         if state is None:
             return False
         self.drafting.forget(state.request)
+        self.controller.forget(request_id, state.request.speculation.method)
         return True
 
     def _request(

@@ -1,0 +1,57 @@
+"""How many draft nodes a step should hold: as many as raise expected tokens per second.
+
+Each next node goes to the request where it adds most, which is the one with the greatest survival
+over all requests. Expected tokens are the requests plus the survival of what is kept; the cost of
+the step is a table that need not be even or rising evenly, so every number is compared, not only
+the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.sampling.processors import Float64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What is kept of the nodes on offer.
+
+    Attributes:
+        is_kept: bool [num_nodes].
+        expected_tokens: Of the step, all requests together.
+        seconds: Of the step, by the table.
+        plain_seconds: Of the same step without any node.
+    """
+
+    is_kept: NDArray[np.bool_]
+    expected_tokens: float
+    seconds: float
+    plain_seconds: float
+
+
+def allocate(
+    survival: Float64Array, seconds: Float64Array, sure_tokens: float, least_gain: float
+) -> Allocation:
+    """Keep the likeliest nodes, as many as make the step worth most per second.
+
+    Args:
+        survival: float64 [num_nodes], chance that each node is accepted; strictly less than that of
+            its parent, so that what is kept is closed under parents.
+        seconds: float64 [num_nodes + 1], cost of the step with so many nodes.
+        sure_tokens: Expected tokens of the step whatever is kept: one a request, and what is
+            drafted already.
+        least_gain: Drafting must beat plain decoding by this share to be chosen, 0 or more.
+    """
+    order = np.argsort(-survival, kind="stable")
+    tokens = sure_tokens + np.concatenate([[0.0], np.cumsum(survival[order])])
+    rates = tokens / seconds
+    best = int(np.argmax(rates))
+    if rates[best] <= rates[0] * (1 + least_gain):
+        best = 0
+    is_kept = np.zeros(len(survival), dtype=np.bool_)
+    is_kept[order[:best]] = True
+    return Allocation(is_kept, float(tokens[best]), float(seconds[best]), float(seconds[0]))

@@ -1,0 +1,151 @@
+"""The time of target passes of chosen shapes, on this machine, through the engine's own runner."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.runner import Runner
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.plan.profile import PassTime
+from foredraft.registry import PLAIN
+from foredraft.types import DraftBatch, Request, Segment, StepPlan
+from foredraft.verify.step import verify
+
+_QUICK_SECONDS = 1.0
+_QUICK_ROUNDS = 2
+_QUICK_CONTEXT = 128
+_QUICK_SHAPES = ((1, (1, 2, 3, 5, 9, 17, 32)), (4, (1, 3, 9)), (16, (1, 2, 5)))
+"""Requests, and rows of each: enough to begin with, since steps correct the table."""
+
+
+@contextmanager
+def prepared_requests(
+    runner: Runner, cache: ContiguousKVCache, num_requests: int, context: int
+) -> Iterator[Callable[[int], float]]:
+    """Yield a function that times a step of ``num_requests`` requests with so many rows each.
+
+    Their cache holds ``context`` tokens of noise. The time is that of the target pass and of
+    picking and verifying, in seconds.
+
+    Args:
+        runner: Runs the pass.
+        cache: Has at least ``num_requests`` free slots of ``context`` tokens and the rows to time.
+        num_requests: Requests in the pass.
+        context: Tokens of each in the cache.
+    """
+    slots = [cache.allocate() for _ in range(num_requests)]
+    try:
+        for slot in slots:
+            _fill(cache, slot, context)
+        ids = np.arange(context + 1, dtype=np.int64) % max(1, runner.target.vocab_size - 1)
+        plain = SpeculationParams(PLAIN, 0)
+        segments = []
+        for slot in slots:
+            request = Request(
+                f"measure-{slot}", ids, SamplingParams(), plain, 0, cache.capacity, frozenset()
+            )
+            segments.append(Segment(request, ids, slot, context, 1, is_decode=True))
+        plan = StepPlan(tuple(segments))
+
+        def seconds(rows: int) -> float:
+            nodes = np.arange(rows - 1, dtype=np.int64)
+            drafts = DraftBatch(
+                np.tile(nodes % len(ids), num_requests),
+                np.tile(nodes, num_requests),
+                np.arange(num_requests + 1) * (rows - 1),
+            )
+            started = time.perf_counter()
+            verify(plan, drafts, runner.forward(plan, drafts))
+            if runner.target.device.type == "cuda":
+                torch.cuda.synchronize(runner.target.device)
+            return time.perf_counter() - started
+
+        yield seconds
+    finally:
+        for slot in slots:
+            cache.free(slot)
+
+
+def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ...]:
+    """Measure a few shapes in about a second or two, for want of a profile.
+
+    At least plain decoding and one draft length of one request are measured, however slow the
+    model is; larger batches only as far as slots and time allow.
+    """
+    deadline = time.monotonic() + _QUICK_SECONDS
+    cells: list[PassTime] = []
+    rows: tuple[int, ...]
+    for num_requests, rows in _QUICK_SHAPES:
+        if num_requests > cache.num_free_slots or (cells and time.monotonic() > deadline):
+            break
+        longest = cache.capacity - 1 - max(rows)
+        if longest < 1:
+            rows, longest = (1,), max(0, cache.capacity - 2)
+        with prepared_requests(
+            runner, cache, num_requests, min(_QUICK_CONTEXT, longest)
+        ) as seconds:
+            # From both ends, so that what time allows spans the range.
+            order = [rows[0], *reversed(rows[1:])]
+            cells += passes_of(
+                seconds,
+                num_requests,
+                order,
+                min(_QUICK_CONTEXT, longest),
+                _QUICK_ROUNDS,
+                lambda: time.monotonic() > deadline,
+            )
+    return tuple(cells)
+
+
+def passes_of(
+    seconds: Callable[[int], float],
+    num_requests: int,
+    rows: Sequence[int],
+    context: int,
+    rounds: int,
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[PassTime]:
+    """Time each number of rows a request, in turn, round by round; the first round is a warm-up.
+
+    A round that is cut short by ``is_over`` counts as far as it got; every number has been warmed
+    up before.
+    """
+    times: dict[int, list[float]] = {}
+    for round_index in range(-1, rounds):
+        for number in rows:
+            if round_index > 0 and is_over():
+                break
+            value = seconds(number)
+            if round_index >= 0:
+                times.setdefault(number, []).append(value)
+    return [
+        PassTime(num_requests, num_requests * number, context, *_summary(values))
+        for number, values in times.items()
+    ]
+
+
+def _summary(values: list[float]) -> tuple[float, float]:
+    """Median, and half the distance between the quartiles as a share of it."""
+    median = statistics.median(values)
+    if len(values) < 2:
+        return median, 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, (high - low) / 2 / median
+
+
+def _fill(cache: ContiguousKVCache, slot: int, context: int) -> None:
+    """Write what looks like keys and values: reading unwritten pages would be too cheap."""
+    generator = torch.Generator().manual_seed(slot)
+    for layer in range(len(cache.layers)):
+        for store in (cache.keys(layer), cache.values(layer)):
+            rows = store[slot, :context]
+            noise = torch.rand(rows.shape[1:], generator=generator).to(rows)
+            rows.copy_(noise.expand_as(rows))
+    cache.note_rows(slot, context)

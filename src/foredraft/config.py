@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.errors import ConfigError
+from foredraft.registry import PLAIN
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -76,6 +77,11 @@ class EngineConfig:
             raise ConfigError(
                 f"drafter_options is {self.drafter_options!r}; allowed is a mapping of method to "
                 "options."
+            )
+        if PLAIN in self.drafter_options:
+            raise ConfigError(
+                f"drafter_options holds {PLAIN!r}, which is plain decoding and takes no options; "
+                "remove it."
             )
 
 

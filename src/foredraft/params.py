@@ -113,7 +113,7 @@ class SamplingParams:
             object.__setattr__(self, "seed", seed)
         if self.max_tokens is not None:
             allowed = "an integer of 1 or more"
-            advice = "Use None to go up to the context length."
+            advice = "A large number goes up to the context length."
             max_tokens = _integer("max_tokens", self.max_tokens, allowed, advice)
             if max_tokens < 1:
                 raise InvalidRequestError(

@@ -34,6 +34,11 @@ class RequestStats:
             seconds; a step's time is shared evenly among those who took part.
         first_token_s: From its first step to its first token.
         elapsed_s: From its first step to its last token, wall time.
+        decode_s: Wall time of the steps in which it decoded and of which a forecast exists.
+        plain_s: What its tokens of these steps would have taken without drafts, as estimated.
+        expected_plain_s: The same of the tokens that the controller expected.
+        predicted_s: What the controller expected these steps to take.
+        steps: For each verify step the draft tokens verified, and the accepted ones.
     """
 
     num_prompt_tokens: int = 0
@@ -50,6 +55,11 @@ class RequestStats:
     host_s: float = 0.0
     first_token_s: float = 0.0
     elapsed_s: float = 0.0
+    decode_s: float = 0.0
+    plain_s: float = 0.0
+    expected_plain_s: float = 0.0
+    predicted_s: float = 0.0
+    steps: list[tuple[int, int]] = field(default_factory=list)
 
     def record_prefill(self, num_emitted: int) -> None:
         """Count a pass over a chunk of the prompt, and the token that the last one emits."""
@@ -63,6 +73,7 @@ class RequestStats:
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
         self.num_tokens += num_emitted
+        self.steps.append((num_draft_tokens, num_accepted))
         while len(self.accepted_at) < num_accepted:
             self.accepted_at.append(0)
         for position in range(num_accepted):
@@ -75,6 +86,30 @@ class RequestStats:
         self.target_s += step.target_s * share
         self.verify_s += step.verify_s * share
         self.host_s += step.host_s * share
+
+    def record_forecast(self, step: StepStats, num_emitted: int) -> None:
+        """Add a step in which the request decoded: what it took, and would have taken plain."""
+        if step.plain_s is None or step.predicted_s is None or step.expected_tokens is None:
+            return
+        self.decode_s += step.total_s
+        self.plain_s += step.plain_s * num_emitted
+        self.predicted_s += step.predicted_s
+        self.expected_plain_s += step.plain_s * step.expected_tokens / step.num_segments
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        """Draft tokens that were verified and not emitted."""
+        return self.num_draft_tokens - self.num_accepted_tokens
+
+    @property
+    def estimated_speedup(self) -> float | None:
+        """Over plain decoding, prompt apart: measured time against plain time as estimated."""
+        return self.plain_s / self.decode_s if self.decode_s > 0 else None
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """The same as the controller expected it: by forecast acceptance and the cost table."""
+        return self.expected_plain_s / self.predicted_s if self.predicted_s > 0 else None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -108,9 +143,100 @@ class RequestStats:
     def add(self, other: RequestStats) -> None:
         """Add another request's counters and times (wall times are summed too)."""
         for name in self.__dataclass_fields__:
-            if name != "accepted_at":
+            if name not in ("accepted_at", "steps"):
                 setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.steps += other.steps
         for position, count in enumerate(other.accepted_at):
             if position == len(self.accepted_at):
                 self.accepted_at.append(0)
             self.accepted_at[position] += count
+
+
+_RECENT = 1 / 32
+"""Weight of a step in what :class:`EngineStats` calls recent."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters of an engine over all requests, and how speculation does right now.
+
+    Attributes:
+        num_steps: Steps run.
+        num_tokens: Tokens emitted.
+        spec_decode_num_drafts: Steps that verified a draft, counted once a step.
+        spec_decode_num_draft_tokens: Draft tokens verified.
+        spec_decode_num_accepted_tokens: Of these, emitted.
+        draft_s, target_s, verify_s, host_s: Wall time by phase, in seconds.
+        recent_num_draft_tokens: Draft tokens a decoding request, in recent steps.
+        recent_plain_tokens_per_s: Tokens per second that recent steps would have emitted without
+            drafts, as estimated; ``None`` before there is a cost table.
+        recent_tokens_per_s: Tokens per second of recent decode steps.
+        recent_predicted_tokens_per_s: The same as the controller expected it; ``None`` likewise.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    host_s: float = 0.0
+    recent_num_draft_tokens: float = 0.0
+    recent_plain_tokens_per_s: float | None = None
+    recent_tokens_per_s: float | None = None
+    recent_predicted_tokens_per_s: float | None = None
+    _weighted: list[float] = field(default_factory=lambda: [0.0] * 6)
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        """Draft tokens that were verified and not emitted."""
+        return self.spec_decode_num_draft_tokens - self.spec_decode_num_accepted_tokens
+
+    @property
+    def recent_speedup(self) -> float | None:
+        """Recent tokens per second against plain decoding as estimated."""
+        if not self.recent_plain_tokens_per_s or self.recent_tokens_per_s is None:
+            return None
+        return self.recent_tokens_per_s / self.recent_plain_tokens_per_s
+
+    @property
+    def recent_predicted_speedup(self) -> float | None:
+        """The same as the controller expected it."""
+        if not self.recent_plain_tokens_per_s or self.recent_predicted_tokens_per_s is None:
+            return None
+        return self.recent_predicted_tokens_per_s / self.recent_plain_tokens_per_s
+
+    def record(self, step: StepStats) -> None:
+        """Count one step."""
+        self.num_steps += 1
+        self.num_tokens += step.num_tokens
+        self.spec_decode_num_drafts += step.num_draft_tokens > 0
+        self.spec_decode_num_draft_tokens += step.num_draft_tokens
+        self.spec_decode_num_accepted_tokens += step.num_accepted_tokens
+        self.draft_s += step.draft_s
+        self.target_s += step.target_s
+        self.verify_s += step.verify_s
+        self.host_s += step.host_s
+        if not step.num_decoding or step.num_decoding < step.num_segments:
+            return
+        num_drafted = step.num_draft_tokens / step.num_decoding
+        self.recent_num_draft_tokens += _RECENT * (num_drafted - self.recent_num_draft_tokens)
+        if step.plain_s is None or step.predicted_s is None or step.expected_tokens is None:
+            return
+        for index, value in enumerate(
+            (
+                step.num_tokens,
+                step.total_s,
+                step.num_decoding,
+                step.plain_s,
+                step.expected_tokens,
+                step.predicted_s,
+            )
+        ):
+            self._weighted[index] += _RECENT * (value - self._weighted[index])
+        tokens, seconds, plain, plain_s, expected, predicted_s = self._weighted
+        self.recent_tokens_per_s = tokens / seconds
+        self.recent_plain_tokens_per_s = plain / plain_s
+        self.recent_predicted_tokens_per_s = expected / predicted_s

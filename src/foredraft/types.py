@@ -201,7 +201,21 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Where the time of one step went, in seconds, and what it held."""
+    """Where the time of one step went, in seconds, and what it held.
+
+    Attributes:
+        draft_s, target_s, verify_s, host_s: Wall time by phase.
+        num_rows: Rows of the target pass.
+        num_segments: Requests in it.
+        num_decoding: Of these, requests that decoded.
+        num_draft_tokens: Draft tokens verified.
+        num_accepted_tokens: Draft tokens emitted.
+        num_tokens: Tokens emitted.
+        expected_tokens: What the controller expected to be emitted; ``None`` without a cost table.
+        predicted_s: The time that it expected; ``None`` likewise.
+        plain_s: The time that the same step would have taken without a draft, as estimated;
+            ``None`` likewise.
+    """
 
     draft_s: float
     target_s: float
@@ -209,8 +223,13 @@ class StepStats:
     host_s: float
     num_rows: int
     num_segments: int
+    num_decoding: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_tokens: int
+    expected_tokens: float | None = None
+    predicted_s: float | None = None
+    plain_s: float | None = None
 
     @property
     def total_s(self) -> float:

@@ -9,7 +9,8 @@ import pytest
 
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
-from foredraft.errors import ConfigError
+from foredraft.drafters.synthetic import SyntheticDrafter
+from foredraft.errors import ConfigError, InvalidRequestError
 from foredraft.params import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculationParams
 from foredraft.registry import METHODS, PLAIN, drafter_class
 from foredraft.tree import tree
@@ -30,6 +31,18 @@ def make(method: str, vocab_size: int = SMALL, max_model_len: int = 512) -> Draf
     drafter = cls(make_config(cls.Config, {}, method), DrafterContext(vocab_size, max_model_len))
     assert isinstance(drafter, Drafter)
     return drafter
+
+
+def acquaint(drafter: Drafter, segments: list[Segment], rng: np.random.Generator) -> None:
+    """Tell a drafter that needs it how each text goes on."""
+    if isinstance(drafter, SyntheticDrafter):
+        for segment in segments:
+            coming = rng.integers(0, SMALL, 20)
+            drafter.remember(
+                segment.request.prompt_ids,
+                segment.request.seed,
+                np.concatenate([segment.token_ids, coming]),
+            )
 
 
 def segment_of(
@@ -112,6 +125,7 @@ def test_random_plans(method: str) -> None:
             segments.append(segment_of(history, name, rule))
             budgets.append(int(rng.choice([0, 1, 2, 5, 8, MAX_SPECULATIVE_TOKENS])))
         plan = StepPlan(tuple(segments))
+        acquaint(drafter, segments, rng)
         batch = drafter.propose(plan, Budgets(np.array(budgets, dtype=np.int64)))
         check(batch, plan, budgets, SMALL)
         num_nodes += len(batch.token_ids)
@@ -238,6 +252,8 @@ def test_the_text_is_plain_decodings(
 ) -> None:
     """In a batch, with prompts in chunks, with a chance to draft from the first step."""
     the_engine = engine(target, max_num_requests=3, max_num_batched_tokens=16)
+    if method == "synthetic":  # it drafts what it has seen before
+        run(the_engine, PROMPTS, samplings(temperature), SpeculationParams(method, num))
     ended = run_to_end(the_engine, PROMPTS, samplings(temperature), SpeculationParams(method, num))
     assert [one.ids for one in ended] == plain[temperature]
     if temperature == 0:  # greedy texts of a random model are loops, so there is much to find
@@ -248,6 +264,10 @@ def test_the_text_is_plain_decodings(
 def test_greedy_is_plain_under_every_rule(target, plain, method: str, verification: str) -> None:
     the_engine = engine(target, max_num_requests=3)
     speculation = SpeculationParams(method, 6, verification)
+    if verification not in make(method).needs.rules:
+        with pytest.raises(InvalidRequestError, match=f"method '{method}' cannot serve"):
+            the_engine.add(PROMPTS[0], None, speculation)
+        return
     ended = run_to_end(the_engine, PROMPTS, samplings(0.0), speculation)
     assert [one.ids for one in ended] == plain[0.0]
     assert sum(one.stats.num_accepted_tokens for one in ended) > 0

@@ -64,6 +64,7 @@ def test_drafts_of_several_methods_are_joined() -> None:
         "two": Recording({"b": ([7, 8, 9], [0, 0, 2], [0, 2, 1])}, 3, 0.5),
         "chosen": Recording({"e": ([3], [0], [])}, 0, 0.0),
     }
+    drafters["chosen"].needs = Needs()
     drafting = Drafting({}, table_target(TABLE), drafters)
     plan = StepPlan(
         tuple(

@@ -234,8 +234,9 @@ def test_a_method_that_is_not_there_is_an_error_of_its_prompt_alone(llm: LLM) ->
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, SamplingParams(max_tokens=100)])
 @pytest.mark.parametrize("prompt", [PROMPT, CHAT, [5, 6, 5, 6, 5, 6]])
 def test_a_stream_is_what_generate_gives(llm: LLM, prompt: Any, sampling: SamplingParams) -> None:
-    chunks = list(llm.stream(prompt, sampling))
-    output = llm.generate(prompt, sampling)[0]
+    speculation = SpeculationParams("ngram", 8)
+    chunks = list(llm.stream(prompt, sampling, speculation))
+    output = llm.generate(prompt, sampling, speculation)[0]
     assert "".join(chunk.text for chunk in chunks) == output.text
     assert all("".join(text for text, _ in c.pieces) == c.text for c in chunks)
     assert sum((chunk.token_ids for chunk in chunks), ()) == output.token_ids

@@ -94,7 +94,7 @@ def test_adding_leaves_the_other_alone() -> None:
 
 
 def test_times_are_shared_evenly() -> None:
-    step = StepStats(0.4, 2.0, 0.8, 1.2, 10, 4, 6, 3)
+    step = StepStats(0.4, 2.0, 0.8, 1.2, 10, 4, 4, 6, 3, 7)
     assert step.total_s == pytest.approx(4.4)
     stats = RequestStats()
     for _ in range(3):

@@ -6,7 +6,10 @@ done, with one line on standard error that begins with ``error:``; 130 after Ctr
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -30,6 +33,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench,
     "plan": plan,
 }
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
 
@@ -68,10 +72,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     status = 0
     try:
         status = app(args=arguments, prog_name="foredraft", standalone_mode=False) or 0
+        sys.stdout.flush()
     except ForedraftError as error:
         status = _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         status = 130
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        where = "the output" if error.filename is None else str(error.filename)
+        status = _fail(f"{where} cannot be written ({error.strerror}); make room, or write elsewhere.")
+        _drop_output()
     except Exception as error:
         # Wrong usage, found by typer; the class of this error moved between its versions.
         format_message = getattr(error, "format_message", None)
@@ -90,6 +101,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _fail(message: str) -> int:
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     return 2
+
+
+def _drop_output() -> None:
+    """Let what standard output still holds go nowhere: Python would fail on it when it leaves."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

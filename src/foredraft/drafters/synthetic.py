@@ -89,7 +89,8 @@ def _checked(acceptance: float | tuple[float, ...]) -> tuple[float, ...]:
         isinstance(c, (int, float)) and not isinstance(c, bool) and 0 <= c <= 1 for c in chances
     ):
         raise ConfigError(
-            f"acceptance is {acceptance!r}; allowed is a number in [0, 1], or one for each position."
+            f"acceptance is {acceptance!r}; allowed is a number in [0, 1], or one for each "
+            "position."
         )
     return tuple(float(chance) for chance in chances)
 

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from foredraft.config import EngineConfig
+from foredraft.control.allocate import Allocation
 from foredraft.control.controller import Controller, MethodTraits
 from foredraft.control.cost_table import CostTable
 from foredraft.engine.commit import commit
@@ -26,6 +27,7 @@ from foredraft.model.kv_cache import ContiguousKVCache, row_bytes
 from foredraft.model.loader import Target, load_target
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.stats import EngineStats
 from foredraft.types import Delta, Request, StepStats
 from foredraft.verify.step import load_kernels, verify
 
@@ -77,6 +79,7 @@ class Engine:
         self.drafting = Drafting(self.config.drafter_options, self.target, drafters or {})
         self.controller = Controller(self._traits)
         self.last_step: StepStats | None = None
+        self.stats = EngineStats()
         load_kernels()
         self._num_requests = 0
 
@@ -111,9 +114,9 @@ class Engine:
             raise InvalidRequestError(f"request_id {name!r} is in use; choose another.")
         request = self._request(name, _check_prompt(prompt_ids, self.target), sampling, speculation)
         self.drafting.prepare(request)
-        self.runner.hidden_layers = self.drafting.hidden_layers
         if speculation.is_auto and not speculation.is_plain:
             self._make_cost_table()
+        self.runner.hidden_layers = self.drafting.hidden_layers
         self.scheduler.add(RequestState(request))
         self._num_requests += 1
         return name
@@ -158,10 +161,18 @@ class Engine:
             host_s=clock.seconds["host"],
             num_rows=int(target.row_offsets[-1]),
             num_segments=len(plan.segments),
+            num_decoding=sum(segment.is_decode for segment in plan.segments),
             num_draft_tokens=len(drafts.token_ids),
             num_accepted_tokens=sum(delta.num_accepted for delta in deltas),
+            num_tokens=sum(len(delta.token_ids) for delta in deltas),
+            **_forecast(self.controller.last, clock.seconds),
         )
+        self.stats.record(self.last_step)
         _record_times(states, self.last_step, clock)
+        emitted = {delta.request_id: len(delta.token_ids) for delta in deltas}
+        for segment, state in zip(plan.segments, states, strict=True):
+            if segment.is_decode:
+                state.stats.record_forecast(self.last_step, emitted[segment.request.request_id])
         return deltas
 
     def abort(self, request_id: str) -> bool:
@@ -246,6 +257,17 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[phase] += now - self.now
         self.now = now
+
+
+def _forecast(chosen: Allocation | None, seconds: Mapping[str, float]) -> dict[str, float]:
+    """What the controller expected of a step, with the time that it does not forecast."""
+    if chosen is None:
+        return {}
+    return {
+        "expected_tokens": chosen.expected_tokens,
+        "predicted_s": chosen.seconds + seconds["draft"] + seconds["host"],
+        "plain_s": chosen.plain_seconds + seconds["host"],
+    }
 
 
 def _record_times(states: list[RequestState], step: StepStats, clock: _Clock) -> None:

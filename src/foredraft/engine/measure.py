@@ -44,7 +44,8 @@ def prepared_requests(
     try:
         for slot in slots:
             _fill(cache, slot, context)
-        ids = np.arange(context + 1, dtype=np.int64) % max(1, runner.target.vocab_size - 1)
+        vocab_size = runner.target.vocab_size
+        ids = np.arange(context + 1, dtype=np.int64) % vocab_size
         plain = SpeculationParams(PLAIN, 0)
         segments = []
         for slot in slots:
@@ -57,7 +58,7 @@ def prepared_requests(
         def seconds(rows: int) -> float:
             nodes = np.arange(rows - 1, dtype=np.int64)
             drafts = DraftBatch(
-                np.tile(nodes % len(ids), num_requests),
+                np.tile(nodes % vocab_size, num_requests),
                 np.tile(nodes, num_requests),
                 np.arange(num_requests + 1) * (rows - 1),
             )

@@ -11,6 +11,7 @@ are depths, so nothing is rotated again (design section 6).
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from foredraft.errors import ModelLoadError
 from foredraft.types import Int64Array
 
 ROW_BLOCK = 64
 """A slot holds whole blocks of this many rows, so that attention can read whole blocks."""
 
 _PAGE = mmap.PAGESIZE
+
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's flag for address space that is not counted as memory before it is written; its number
+where this Python has no name for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,9 @@ class ContiguousKVCache:
         capacity: Rows of a slot, rounded up to a multiple of ``ROW_BLOCK``.
         dtype: Of keys and values.
         device: Where they lie.
+
+    Raises:
+        ModelLoadError: The operating system refuses so much address space.
     """
 
     def __init__(
@@ -143,13 +152,11 @@ class _Store:
     """One [num_slots, ...] tensor whose slots can be given back to the operating system."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        num_elements = int(np.prod(shape))
+        num_elements = math.prod(shape)
         self._map: mmap.mmap | None = None
         self._slot_bytes = num_elements * dtype.itemsize // shape[0]
         if device.type == "cpu" and sys.platform == "linux":
-            self._map = mmap.mmap(
-                -1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
+            self._map = _reserved(num_elements * dtype.itemsize, shape)
             if hasattr(mmap, "MADV_NOHUGEPAGE"):  # large pages would commit what is not in use
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)
             flat = torch.frombuffer(self._map, dtype=dtype)
@@ -171,3 +178,16 @@ class _Store:
         self._bytes[first:begin] = 0
         self._bytes[end:last] = 0
         self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _reserved(num_bytes: int, shape: tuple[int, ...]) -> mmap.mmap:
+    """Address space for a [num_slots, capacity, ...] tensor, committed page by page."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    try:
+        return mmap.mmap(-1, num_bytes, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise ModelLoadError(
+            f"the operating system refuses {num_bytes / 2**30:.1f} GiB of addresses for the keys "
+            f"or values of one layer ({shape[0]} requests of {shape[1]} tokens: {error}); lower "
+            "max_model_len or max_num_requests."
+        ) from error

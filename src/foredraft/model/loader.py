@@ -170,7 +170,8 @@ def prepare_target(
     _refuse_unsuitable(name, model.config)
     model.eval()
     keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-    layers, vocab_size = probe(name, model)
+    with _quiet_transformers():  # a refusal is said once, in our own sentence
+        layers, vocab_size = probe(name, model)
     if packed_linear.can_pack(model.dtype, model.device):
         packed_linear.pack_linear_layers(model)
     return Target(

@@ -165,6 +165,17 @@ def _descending(row, members):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
+def _reaches(row, members, amounts, before, wanted):  # type: ignore[no-untyped-def]
+    """Whether the running sum over the finite logits, from ``before`` on, reaches ``wanted``."""
+    for token in members:
+        if not before < wanted:
+            break
+        if row[token] > -np.inf:
+            before += amounts[token]
+    return not before < wanted
+
+
+@numba.njit(cache=True)
 def _boundary(row, members, amounts, wanted):  # type: ignore[no-untyped-def]
     """The logit of the first token at which the running sum of ``amounts`` reaches ``wanted``.
 
@@ -175,8 +186,12 @@ def _boundary(row, members, amounts, wanted):  # type: ignore[no-untyped-def]
     before = 0.0
     while True:
         top, bottom, num_finite = _finite_span(row, members)
-        if members.size <= _SORT_BELOW or not top > bottom:
+        if members.size <= _SORT_BELOW:
             break
+        if not top > bottom:  # all that is finite ties: nothing to sort
+            if num_finite < members.size and not _reaches(row, members, amounts, before, wanted):
+                return np.float32(-np.inf)
+            return top
         scale = np.float64(_NUM_BUCKETS - 1) / (np.float64(top) - np.float64(bottom))
         sums = np.zeros(_NUM_BUCKETS, dtype=np.float64)
         counts = np.zeros(_NUM_BUCKETS, dtype=np.int64)

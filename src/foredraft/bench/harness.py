@@ -6,49 +6,12 @@ and the ratio is the median of the rounds' own ratios, so that a machine that sl
 
 from __future__ import annotations
 
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-
-def machine() -> dict[str, Any]:
-    """Say what the figures were measured on."""
-    return {
-        "cpu": _cpu_name(),
-        "num_cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.system(),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the figures."""
-    found = {"python": platform.python_version()}
-    for package in ("foredraft", "torch", "transformers", "numba", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+from foredraft.model.machine import machine, versions
 
 
 def interleave(

@@ -1,8 +1,8 @@
 """The controller against a world that is known: set acceptance, a set cost table, no model.
 
 The controller and the synthetic drafter are those of the engine; only the target is replaced, by
-texts that are there already and a clock that follows a formula. So the best choice is known at every
-step, and regret can be stated in expected tokens, without the luck of single draws.
+texts that are there already and a clock that follows a formula. So the best choice is known at
+every step, and regret can be stated in expected tokens, without the luck of single draws.
 """
 
 from __future__ import annotations

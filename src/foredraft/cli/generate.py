@@ -16,13 +16,15 @@ from foredraft.cli.screen import Screen
 from foredraft.config import EngineConfig
 from foredraft.errors import ForedraftError, InvalidRequestError
 from foredraft.model.source import find_source
-from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.params import AUTO, SamplingParams, SpeculationParams
+from foredraft.plan.trace import append_trace, trace_line
 from foredraft.registry import METHODS, PLAIN, check_method, drafter_class, method_names
 
 if TYPE_CHECKING:
     from foredraft.engine.llm import LLM, RequestOutput
     from foredraft.engine.near_tie import NearTieReport
 
+_SHOWN_POSITIONS = 8
 _DEFAULT_ROUNDS = 3
 _EXAMPLES = """
 Examples:
@@ -70,8 +72,9 @@ def generate(
         str, typer.Option(help=f"How to draft: {', '.join(method_names())}, or 'module:Class'.")
     ] = "ngram",
     num_speculative_tokens: Annotated[
-        int, typer.Option(help="Most draft tokens a step; 0 is plain decoding.")
-    ] = 8,
+        str,
+        typer.Option(help="Most draft tokens a step; 0 is plain decoding; auto: as many as pay."),
+    ] = AUTO,
     verification: Annotated[
         str,
         typer.Option(
@@ -116,6 +119,12 @@ def generate(
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and output together.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append what became of every draft to this file, for 'foredraft plan --trace'."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a prompt, and nothing else.")
     ] = False,
@@ -132,11 +141,13 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()),
         ignore_eos=ignore_eos,
     )
-    speculation = SpeculationParams(method, num_speculative_tokens, verification)
+    speculation = SpeculationParams(method, _number(num_speculative_tokens), verification)
     check_method(method)
     if method != PLAIN and method not in METHODS:
         drafter_class(method)
     num_rounds = _check_rounds(rounds, compare)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise InvalidRequestError(f"trace is {trace}, but its folder does not exist; make it.")
     config = EngineConfig(model, dtype, device, max_model_len=max_model_len)
     find_source(config.model)
     every = read_prompts(prompts or [], prompt_file or [], chat)
@@ -161,6 +172,10 @@ def generate(
             result = {"error": str(error)}
             if not as_json:
                 screen.error(f"{number}: {error}" if len(every) > 1 else str(error))
+        if trace is not None and "steps" in result:
+            line = trace_line(method, 1, temperature, result["num_tokens"], result["steps"])
+            append_trace(trace, [line])
+        result.pop("steps", None)
         if as_json:
             _print_json(result)
     if num_failed:
@@ -168,6 +183,14 @@ def generate(
 
 
 generate.__doc__ = f"{generate.__doc__}\n{_EXAMPLES}"
+
+
+def _number(text: str) -> int | str:
+    """A number of draft tokens as the command line gives it; what is no number is checked later."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _check_rounds(rounds: int | None, compare: bool) -> int:
@@ -209,13 +232,12 @@ def _say_settings(
 ) -> None:
     """Say in one line what is in force, and what the colours mean."""
     target = llm.engine.target
-    is_plain = speculation.method == PLAIN or not speculation.num_speculative_tokens
+    is_plain = speculation.is_plain
     how = "plain decoding"
     if not is_plain:
-        how = (
-            f"method {speculation.method}, up to {speculation.num_speculative_tokens} draft "
-            f"tokens, verification {speculation.verification}"
-        )
+        num = speculation.num_speculative_tokens
+        many = "as many draft tokens as pay" if speculation.is_auto else f"up to {num} draft tokens"
+        how = f"method {speculation.method}, {many}, verification {speculation.verification}"
     dtype = str(target.dtype).removeprefix("torch.")
     parts = [
         target.name,
@@ -347,6 +369,10 @@ def _figures(output: RequestOutput) -> dict[str, Any]:
         "num_drafts": stats.num_drafts,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted_tokens": stats.num_accepted_tokens,
+        "num_wasted_tokens": stats.num_wasted_tokens,
+        "estimated_speedup": stats.estimated_speedup,
+        "predicted_speedup": stats.predicted_speedup,
+        "steps": stats.steps,
         "time_s": {
             "draft": stats.draft_s,
             "target": stats.target_s,
@@ -363,8 +389,16 @@ def _say_figures(screen: Screen, result: dict[str, Any], sampling: SamplingParam
         parts[0] += " (the limit)"
     if result["num_drafts"]:
         parts.append(f"acceptance length {result['acceptance_length']:.2f}")
-        by_position = " ".join(f"{rate:.2f}" for rate in result["acceptance_by_position"])
+        rates = result["acceptance_by_position"]
+        by_position = " ".join(f"{rate:.2f}" for rate in rates[:_SHOWN_POSITIONS])
+        if len(rates) > _SHOWN_POSITIONS:
+            by_position += f" ... {rates[-1]:.2f} (of {len(rates)})"
         parts.append(f"accepted by position {by_position or 'none'}")
+    if result["estimated_speedup"] is not None and result["num_drafts"]:
+        parts.append(
+            f"{result['estimated_speedup']:.2f}x plain as estimated "
+            f"({result['predicted_speedup']:.2f}x foreseen)"
+        )
     total = sum(result["time_s"].values()) or 1.0
     shares = [f"{name} {seconds / total:.1%}" for name, seconds in result["time_s"].items()]
     parts.append("time " + ", ".join(shares))

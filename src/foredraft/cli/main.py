@@ -18,6 +18,7 @@ import typer
 from foredraft.cli.bench import bench
 from foredraft.cli.generate import generate
 from foredraft.cli.plan import plan
+from foredraft.cli.profile import profile
 from foredraft.errors import ForedraftError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
+    "profile": profile,
     "bench": bench,
     "plan": plan,
 }
@@ -81,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if error.errno not in _NO_ROOM:
             raise
         where = "the output" if error.filename is None else str(error.filename)
-        status = _fail(f"{where} cannot be written ({error.strerror}); make room, or write elsewhere.")
+        status = _fail(
+            f"{where} cannot be written ({error.strerror}); make room, or write elsewhere."
+        )
         _drop_output()
     except Exception as error:
         # Wrong usage, found by typer; the class of this error moved between its versions.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -68,6 +70,17 @@ class Screen:
         # Not where colours are forced into a file: it would be full of spinning wheels.
         console = self._err if sys.stderr.isatty() else Console(quiet=True)
         return console.status(escape(text))
+
+    @contextmanager
+    def progress(self, text: str) -> Iterator[Callable[[str, float], None]]:
+        """Show a bar on standard error, where that is a terminal; yield what moves it."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = self._err if sys.stderr.isatty() else Console(quiet=True)
+        columns = (TextColumn(text), BarColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+            task = bar.add_task("", total=1.0)
+            yield lambda what, share: bar.update(task, description=escape(what), completed=share)
 
     def _error_line(self, text: str, style: str) -> None:
         # By rich, which knows of the status that may stand on the same line; and as a Text, which

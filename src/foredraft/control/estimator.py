@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.sampling.processors import Float64Array
+from foredraft.tree.tree import depths, ranks
 from foredraft.types import Int64Array
 
 NUM_DEPTHS = 64
@@ -105,8 +106,10 @@ class AcceptanceTable:
         self.num_hits: float = 0.0
 
     def offset(self, request_id: str) -> NDArray[np.float64]:
-        """What is believed of a request, float64 [4]: its offset to the workload, the precision of
-        that, and the evidence that it has become worse, and better, than believed.
+        """What is believed of a request, float64 [4], to be read or written.
+
+        Its offset to the workload, the precision of that, and the evidence that it has become
+        worse, and better, than believed.
         """
         found = self._offsets.get(request_id)
         if found is None:
@@ -146,6 +149,16 @@ class AcceptanceTable:
     def forget(self, request_id: str) -> None:
         """Drop a request's offset."""
         self._offsets.pop(request_id, None)
+
+
+def load_kernels() -> None:
+    """Compile or load what estimating runs, so that no step pays for it."""
+    parents = np.array([0, 1], dtype=np.int64)
+    bins = bins_of(depths(parents)[1:], ranks(parents), None)
+    table = AcceptanceTable()
+    ones = np.ones(2)
+    table.observe("", bins, ones, ones)
+    survival_of(parents, table.acceptance(bins, ""))
 
 
 @numba.njit(cache=True)

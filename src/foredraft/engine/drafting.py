@@ -48,7 +48,7 @@ class Drafting:
     ) -> None:
         """Check the options of every method that has some; other drafters are made on first use."""
         self._options = options
-        self._context = DrafterContext(
+        self.context = DrafterContext(
             vocab_size=target.vocab_size, max_model_len=target.max_model_len
         )
         self._drafters: dict[str, Drafter] = dict(drafters)
@@ -139,7 +139,7 @@ class Drafting:
         if method not in self._drafters:
             cls = drafter_class(method)
             config = make_config(cls.Config, self._options.get(method, {}), f"method {method!r}")
-            self._drafters[method] = cls(config, self._context)
+            self._drafters[method] = cls(config, self.context)
         return self._drafters[method]
 
     def _checked(
@@ -156,7 +156,7 @@ class Drafting:
                 batch,
                 budgets,
                 plan,
-                self._context.vocab_size,
+                self.context.vocab_size,
                 self._drafters[method].needs.draft_probs,
             )
         if not problems:

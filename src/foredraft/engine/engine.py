@@ -14,12 +14,14 @@ import psutil
 import torch
 
 from foredraft.config import EngineConfig
+from foredraft.control import estimator
 from foredraft.control.allocate import Allocation
 from foredraft.control.controller import Controller, MethodTraits
 from foredraft.control.cost_table import CostTable
 from foredraft.engine.commit import commit
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.measure import quick_passes
+from foredraft.engine.profiling import known_profile
 from foredraft.engine.request_state import RequestState
 from foredraft.engine.scheduler import Scheduler
 from foredraft.errors import ConfigError, InvalidRequestError
@@ -29,7 +31,8 @@ from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.stats import EngineStats
 from foredraft.types import Delta, Request, StepStats
-from foredraft.verify.step import load_kernels, verify
+from foredraft.verify import step as verification
+from foredraft.verify.step import verify
 
 if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
@@ -80,7 +83,8 @@ class Engine:
         self.controller = Controller(self._traits)
         self.last_step: StepStats | None = None
         self.stats = EngineStats()
-        load_kernels()
+        verification.load_kernels()
+        estimator.load_kernels()
         self._num_requests = 0
 
     @property
@@ -190,7 +194,9 @@ class Engine:
     def _make_cost_table(self) -> None:
         """Bring the controller its cost table, with the first request that needs one."""
         if self.controller.cost_table is None:
-            self.controller.cost_table = CostTable(quick_passes(self.runner, self.cache))
+            profile = known_profile(self.target)
+            passes = profile.passes if profile else quick_passes(self.runner, self.cache)
+            self.controller.cost_table = CostTable(passes)
 
     def _traits(self, method: str) -> MethodTraits:
         needs = self.drafting.needs(method)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -89,34 +89,25 @@ def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ..
         longest = cache.capacity - 1 - max(rows)
         if longest < 1:
             rows, longest = (1,), max(0, cache.capacity - 2)
-        with prepared_requests(
-            runner, cache, num_requests, min(_QUICK_CONTEXT, longest)
-        ) as seconds:
+        context = min(_QUICK_CONTEXT, longest)
+        with prepared_requests(runner, cache, num_requests, context) as seconds:
             # From both ends, so that what time allows spans the range.
             order = [rows[0], *reversed(rows[1:])]
-            cells += passes_of(
-                seconds,
-                num_requests,
-                order,
-                min(_QUICK_CONTEXT, longest),
-                _QUICK_ROUNDS,
-                lambda: time.monotonic() > deadline,
-            )
+            times = time_rows(seconds, order, _QUICK_ROUNDS, lambda: time.monotonic() > deadline)
+        cells += as_passes(num_requests, context, times)
     return tuple(cells)
 
 
-def passes_of(
+def time_rows(
     seconds: Callable[[int], float],
-    num_requests: int,
     rows: Sequence[int],
-    context: int,
     rounds: int,
     is_over: Callable[[], bool] = lambda: False,
-) -> list[PassTime]:
+) -> dict[int, list[float]]:
     """Time each number of rows a request, in turn, round by round; the first round is a warm-up.
 
     A round that is cut short by ``is_over`` counts as far as it got; every number has been warmed
-    up before.
+    up and timed once before.
     """
     times: dict[int, list[float]] = {}
     for round_index in range(-1, rounds):
@@ -126,19 +117,27 @@ def passes_of(
             value = seconds(number)
             if round_index >= 0:
                 times.setdefault(number, []).append(value)
+    return times
+
+
+def as_passes(
+    num_requests: int, context: int, times: Mapping[int, Sequence[float]]
+) -> list[PassTime]:
+    """The table's cells of one batch and context, from times by rows a request."""
     return [
-        PassTime(num_requests, num_requests * number, context, *_summary(values))
-        for number, values in times.items()
+        PassTime(
+            num_requests, num_requests * number, context, statistics.median(values), spread(values)
+        )
+        for number, values in sorted(times.items())
     ]
 
 
-def _summary(values: list[float]) -> tuple[float, float]:
-    """Median, and half the distance between the quartiles as a share of it."""
-    median = statistics.median(values)
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles, as a share of the median."""
     if len(values) < 2:
-        return median, 0.0
+        return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return median, (high - low) / 2 / median
+    return (high - low) / 2 / statistics.median(values)
 
 
 def _fill(cache: ContiguousKVCache, slot: int, context: int) -> None:

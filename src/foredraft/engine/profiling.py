@@ -1,0 +1,203 @@
+"""``foredraft profile``: the terms of the arithmetic, measured on this machine for one model.
+
+Shapes are measured in turn, visit after visit, so that a machine that slows down slows all of them;
+visits go on until the medians are steady, or the time is up. What is reported is the median of each
+shape and how far its repeats lay apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from foredraft.engine.measure import as_passes, prepared_requests, spread, time_rows
+from foredraft.errors import ProfileError
+from foredraft.model.machine import identity, machine, model_hash, versions
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.plan.profile import DraftTime, Profile, load_profile, profile_path, stability
+from foredraft.registry import METHODS, PLAIN, drafter_class
+from foredraft.types import Budgets, Request, Segment, StepPlan
+
+if TYPE_CHECKING:
+    from foredraft.engine.engine import Engine
+    from foredraft.model.loader import Target
+
+_LOG = logging.getLogger("foredraft")
+
+_ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 32)
+_FEW_ROWS = (1, 2, 3, 5, 9, 17)
+_GROUPS: tuple[tuple[int, int, tuple[int, ...]], ...] = (
+    (1, 128, _ROWS),
+    (2, 128, _FEW_ROWS),
+    (4, 128, _FEW_ROWS),
+    (8, 128, _FEW_ROWS),
+    (16, 128, _FEW_ROWS),
+    (1, 1024, _FEW_ROWS),
+    (4, 1024, _FEW_ROWS[:5]),
+    (16, 1024, _FEW_ROWS[:4]),
+    (1, 4096, _FEW_ROWS),
+)
+"""Requests, tokens of context, and rows of each request."""
+
+_ROUNDS_A_VISIT = 2
+_LEAST_VISITS = 2
+_STEADY = 0.015
+"""Medians whose standard error is below this share are steady."""
+
+_MOST_SECONDS = 90.0
+_NUM_HOST_TOKENS = 24
+_NUM_DRAFTS = 64
+_HISTORY_LEN = 512
+
+
+def measure_profile(
+    engine: Engine,
+    tell: Callable[[str, float], None] = lambda text, share: None,
+    max_seconds: float = _MOST_SECONDS,
+) -> Profile:
+    """Measure an idle engine's model.
+
+    Args:
+        engine: Has no request; its slots decide the largest batch that is measured.
+        tell: Told what is being measured, and the share that is done.
+        max_seconds: When to stop visiting; every shape is visited at least once.
+    """
+    started = time.monotonic()
+    groups = [
+        (batch, context, rows)
+        for batch, context, rows in _GROUPS
+        if batch <= engine.cache.num_free_slots and context + max(rows) < engine.cache.capacity
+    ]
+    if not groups:
+        short = max(1, engine.cache.capacity - 34)
+        rows = tuple(n for n in _ROWS if n + short < engine.cache.capacity)
+        groups = [(1, short, rows or (1,))]
+    times: dict[tuple[int, int], dict[int, list[float]]] = {}
+    visit = 0
+    while True:
+        for index, (batch, context, rows) in enumerate(groups):
+            elapsed = (time.monotonic() - started) / max_seconds
+            by_count = (index / len(groups) + visit) / (_LEAST_VISITS + 1)
+            tell(
+                f"batch {batch}, context {context}, visit {visit + 1}",
+                min(0.99, max(elapsed, by_count)),
+            )
+            if visit and time.monotonic() - started > max_seconds:
+                break
+            with prepared_requests(engine.runner, engine.cache, batch, context) as seconds:
+                found = time_rows(seconds, rows, _ROUNDS_A_VISIT)
+            kept = times.setdefault((batch, context), {})
+            for number, values in found.items():
+                kept.setdefault(number, []).extend(values)
+        visit += 1
+        is_late = time.monotonic() - started > max_seconds
+        if is_late or (visit >= _LEAST_VISITS and _is_steady(times)):
+            break
+    passes = tuple(
+        cell
+        for (batch, context), by_rows in times.items()
+        for cell in as_passes(batch, context, by_rows)
+    )
+    tell("drafting and the host", 0.99)
+    target = engine.target
+    return Profile(
+        model=target.name,
+        model_hash=model_hash(target),
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        machine=machine(),
+        versions=versions(),
+        passes=passes,
+        drafts=_draft_times(engine),
+        host_seconds=_host_seconds(engine),
+        stability=stability(passes),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def known_profile(target: Target) -> Profile | None:
+    """The profile kept for this model on this machine with these versions, if it is whole."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    path = profile_path(model_hash(target), dtype, identity(machine()))
+    if not path.exists():
+        return None
+    try:
+        profile = load_profile(path)
+    except ProfileError as error:
+        _LOG.warning("%s Until then the engine measures a few shapes by itself.", error)
+        return None
+    now = versions()
+    stale = [
+        name
+        for name in ("foredraft", "torch", "transformers")
+        if profile.versions.get(name) != now[name]
+    ]
+    if stale:
+        _LOG.warning(
+            "the profile %s was measured with another version of %s and is not used; measure "
+            "again with 'foredraft profile'",
+            path,
+            ", ".join(stale),
+        )
+        return None
+    return profile
+
+
+def _is_steady(times: dict[tuple[int, int], dict[int, list[float]]]) -> bool:
+    """Whether every median is known well enough: by its quartiles and the number of repeats."""
+    return all(
+        spread(values) * 1.5 / math.sqrt(len(values)) < _STEADY
+        for by_rows in times.values()
+        for values in by_rows.values()
+    )
+
+
+def _draft_times(engine: Engine) -> dict[str, DraftTime]:
+    """Median time to draft over a text with repeats, for the methods that need no weights."""
+    rng = np.random.default_rng(0)
+    phrase = rng.integers(0, engine.target.vocab_size, 40)
+    ids = np.concatenate(
+        [np.tile(phrase, 3), rng.integers(0, engine.target.vocab_size, _HISTORY_LEN), phrase]
+    ).astype(np.int64)
+    drafts = {}
+    for method in METHODS:
+        if method == "synthetic":
+            continue
+        drafter = drafter_class(method)(drafter_class(method).Config(), engine.drafting.context)
+        request = Request(
+            "profile",
+            ids[:40],
+            SamplingParams(),
+            SpeculationParams(method),
+            0,
+            len(ids),
+            frozenset(),
+        )
+        taken = []
+        for number in range(_NUM_DRAFTS):
+            known = ids[: len(ids) - _NUM_DRAFTS + number]
+            segment = Segment(request, known, 0, len(known) - 1, 1, is_decode=True)
+            started = time.perf_counter()
+            drafter.propose(StepPlan((segment,)), Budgets(np.array([8])))
+            taken.append(time.perf_counter() - started)
+        drafts[method] = DraftTime(statistics.median(taken), drafter.needs.cost)
+    return drafts
+
+
+def _host_seconds(engine: Engine) -> float:
+    """Median time of a plain step outside the target pass and picking."""
+    sampling = SamplingParams(max_tokens=_NUM_HOST_TOKENS, ignore_eos=True)
+    engine.add([0, 1, 2], sampling, SpeculationParams(PLAIN, 0))
+    taken = []
+    while engine.has_work:
+        engine.step()
+        if engine.last_step is not None:
+            taken.append(engine.last_step.host_s + engine.last_step.draft_s)
+    return statistics.median(taken)

@@ -403,8 +403,8 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["generate", "x", "--method", ""], "method is ''"),
     (["generate", "x", "--num-speculative-tokens", "-1"], "num_speculative_tokens is -1"),
     (["generate", "x", "--num-speculative-tokens", "10000"], "num_speculative_tokens is 10000"),
-    (["generate", "x", "--num-speculative-tokens", "1.5"], "--num-speculative-tokens"),
-    (["generate", "x", "--num-speculative-tokens", "four"], "--num-speculative-tokens"),
+    (["generate", "x", "--num-speculative-tokens", "1.5"], "num_speculative_tokens is '1.5'"),
+    (["generate", "x", "--num-speculative-tokens", "four"], "num_speculative_tokens is 'four'"),
     (["generate", "x", "--verification", "strict"], "verification is 'strict'"),
     (["generate", "x", "--temperature", "-1"], "temperature is -1"),
     (["generate", "x", "--temperature", "nan"], "temperature is nan"),
@@ -448,6 +448,39 @@ def test_a_bad_argument_is_one_line_at_once(
 
     monkeypatch.setattr(LLM, "__init__", loaded)
     assert expected in _refused(run, *arguments)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_one_line(singer: Path) -> None:
+    for arguments in (
+        ("generate", "--model", singer, PROMPT, "--max-tokens", 4),
+        ("generate", "--model", singer, PROMPT, "--max-tokens", 4, "--json"),
+        ("--help",),
+        ("--version",),
+    ):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                _command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+            )
+        assert done.returncode == 2, arguments
+        assert done.stderr == (
+            "error: the output cannot be written (No space left on device); make room, or write "
+            "elsewhere.\n"
+        )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(_command("--help"), stdout=full, stderr=full, timeout=120)
+    assert done.returncode == 2
+
+
+def test_a_closed_pipe_ends_quietly(singer: Path) -> None:
+    for arguments in (("generate", "--model", singer, PROMPT, "--max-tokens", 4), ("--help",)):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            _command(*arguments), stdout=write, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+        os.close(write)
+        assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_in_a_process_of_its_own_it_takes_less_than_two_seconds() -> None:

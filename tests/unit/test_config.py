@@ -71,6 +71,12 @@ def test_an_unknown_key_names_all_that_are_allowed() -> None:
     assert make_config(EngineConfig, {"dtype": "float64"}, "x") == EngineConfig(dtype="float64")
 
 
+def test_plain_decoding_takes_no_options() -> None:
+    for options in ({}, {"max_ngram_len": 3}):
+        with pytest.raises(ConfigError, match="'none', which is plain decoding and takes no opt"):
+            EngineConfig(drafter_options={"ngram": {}, "none": options})
+
+
 def test_methods_are_known_by_name_and_otherwise_refused() -> None:
     assert method_names()[0] == "none" and "ngram" in method_names()
     for name in (*method_names(), "package.module:Class"):

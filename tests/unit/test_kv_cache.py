@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from foredraft.errors import ModelLoadError
 from foredraft.model.kv_cache import ContiguousKVCache, LayerShape, row_bytes
 
 CPU = torch.device("cpu")
@@ -171,3 +172,34 @@ def test_memory_follows_what_is_in_use() -> None:
     assert cache.bytes_in_use == 0
     assert cache.allocate() == 0
     assert not stores[0][0, :9].any()  # what was there before is gone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are reserved on Linux only")
+def test_a_long_context_is_reserved_though_memory_is_short() -> None:
+    """Of 67 GB of addresses in two pieces, the machine gives pages for what is written alone."""
+    start = resident()
+    cache = make(16, 1_024_000, (LayerShape(8, 128, 128),), torch.bfloat16)
+    assert cache.allocate() == 0
+    cache.keys(0)[0, 1_023_999].fill_(1.0)
+    cache.note_rows(0, 1_024_000)
+    assert float(cache.keys(0)[0, 1_023_999].sum()) == 8 * 128
+    assert resident() - start < 16 << 20
+    cache.free(0)
+    assert not cache.keys(0)[0, 1_023_999].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are reserved on Linux only")
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), OverflowError("too big")])
+def test_a_refused_reservation_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refused(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("foredraft.model.kv_cache.mmap.mmap", refused)
+    with pytest.raises(ModelLoadError) as caught:
+        make(16, 1_024_000, (LayerShape(8, 128, 128),), torch.bfloat16)
+    sentence = str(caught.value)
+    for part in ("31.2 GiB", "16 requests of 1024000 tokens", "lower max_model_len or max_num_req"):
+        assert part in sentence
+    assert sentence.count(".") == 2  # that of the number, and that at the end

@@ -483,6 +483,15 @@ def test_a_model_that_cannot_be_a_target_is_refused(model_type: str) -> None:
         assert part in str(caught.value)
 
 
+def test_a_refusal_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Transformers has a warning of its own for models whose attention cannot be set."""
+    model = make_model("bloom", n_layer=2, n_head=4)
+    capfd.readouterr()
+    with pytest.raises(ModelLoadError):
+        prepare_target("some model", model, None, CONTEXT)
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "bert"])
 def test_it_is_refused_from_a_folder_too(model_type: str, tmp_path: Path) -> None:
     options, expected = UNSUITABLE[model_type]

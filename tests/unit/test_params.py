@@ -144,6 +144,12 @@ def test_bad_config(field: str, value: object, shown: str, allowed: str) -> None
     assert_refused(EngineConfig, ConfigError, field, value, shown, allowed)
 
 
+def test_advice_fits_python_and_the_command_line() -> None:
+    for value in (0, -1, "many"):
+        with pytest.raises(InvalidRequestError, match=r"A large number goes up to the context"):
+            SamplingParams(max_tokens=value)  # type: ignore[arg-type]
+
+
 def test_every_field_has_a_bad_value() -> None:
     """A new field needs a check, and a line above."""
     for cls, bad in (

@@ -83,6 +83,43 @@ def test_fast_cut_is_the_sorted_one_in_a_large_vocabulary(kind: str) -> None:
         np.testing.assert_array_equal(fast, slow)
 
 
+@pytest.mark.parametrize("share_masked", [0.0, 0.4])
+def test_many_ties_are_not_sorted(share_masked: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all logits of a long row tie, nothing is left to sort, and time is that of a scan."""
+    rng = np.random.default_rng(5)
+    num_rows, vocab_size = 12, 152_000
+    line = np.full((num_rows, vocab_size), 1.5, dtype=np.float32)
+    line[rng.random(line.shape) < share_masked] = -np.inf
+    line[6:, ::2] = 0.25
+    logits = torch.from_numpy(line)
+    for params in (
+        row_params(top_k=40, num=num_rows),
+        row_params(top_k=120_000, num=num_rows),
+        row_params(top_p=0.9, num=num_rows),
+        row_params(top_k=50_000, top_p=0.5, min_p=0.1, num=num_rows),
+    ):
+        fast, slow = cuts(logits, params).numpy(), cuts_by_sorting(logits, params).numpy()
+        np.testing.assert_array_equal(fast, slow)
+    # What is sorted is never longer than the handful that the bound names.
+    longest = []
+
+    def recording(row: np.ndarray, members: np.ndarray) -> np.ndarray:
+        longest.append(len(members))
+        return members[np.argsort(-row[members], kind="mergesort")]
+
+    from foredraft.sampling import processors
+
+    for name in ("_descending", "_finite_span", "_bucket", "_reaches", "_boundary"):
+        function = getattr(processors, name)
+        monkeypatch.setattr(processors, name, getattr(function, "py_func", function))
+    monkeypatch.setattr(processors, "_descending", recording)
+    small = line[:, :3000]
+    for row in (small[0], small[6]):
+        everyone = np.arange(row.size)
+        processors._boundary(row, everyone, np.ones(row.size), 700.0)
+    assert max(longest, default=0) <= processors._SORT_BELOW
+
+
 def plain_kept(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[np.ndarray, bool]:

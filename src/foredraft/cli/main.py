@@ -80,12 +80,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno == errno.EPIPE:  # whoever read it has left, and knows; typer says 1 too
+            status = 1
+        elif error.errno in _NO_ROOM:
+            where = "the output" if error.filename is None else str(error.filename)
+            reason = f"{where} cannot be written ({error.strerror})"
+            status = _fail(f"{reason}; make room, or write elsewhere.")
+        else:
             raise
-        where = "the output" if error.filename is None else str(error.filename)
-        status = _fail(
-            f"{where} cannot be written ({error.strerror}); make room, or write elsewhere."
-        )
         _drop_output()
     except Exception as error:
         # Wrong usage, found by typer; the class of this error moved between its versions.
@@ -103,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str) -> int:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    with contextlib.suppress(OSError):  # standard error may be as full as the rest
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
     return 2
 
 

@@ -58,16 +58,28 @@ class SyntheticConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         object.__setattr__(self, "acceptance", _checked(self.acceptance))
+        if not isinstance(self.changes, (tuple, list)) or any(
+            not isinstance(change, (tuple, list)) or len(change) != 2 for change in self.changes
+        ):
+            raise ConfigError(
+                f"changes is {self.changes!r}; allowed are pairs of a number of output tokens and "
+                "the acceptance from there on."
+            )
         changes = tuple((place, _checked(chances)) for place, chances in self.changes)
         places = [place for place, _ in changes]
-        if any(not isinstance(p, int) or p < 1 for p in places) or places != sorted(set(places)):
+        is_number = all(isinstance(p, int) and not isinstance(p, bool) for p in places)
+        if not is_number or places != sorted(set(places)) or any(p < 1 for p in places):
             raise ConfigError(
                 f"changes begin at {places}; allowed are rising numbers of output tokens of 1 or "
                 "more."
             )
         object.__setattr__(self, "changes", changes)
-        if not 0 <= self.seconds < math.inf:
-            raise ConfigError(f"seconds is {self.seconds}; allowed is a number of 0 or more.")
+        if (
+            isinstance(self.seconds, bool)
+            or not isinstance(self.seconds, (int, float))
+            or not 0 <= self.seconds < math.inf
+        ):
+            raise ConfigError(f"seconds is {self.seconds!r}; allowed is a number of 0 or more.")
         if self.cost not in ("once", "per_token", "per_level"):
             raise ConfigError(
                 f"cost is {self.cost!r}; allowed is 'once', 'per_token' or 'per_level'."

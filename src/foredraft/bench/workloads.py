@@ -36,3 +36,55 @@ CHAT = "Tell me about a long walk through a forest in autumn."
 def as_chat(text: str) -> list[dict[str, str]]:
     """Return a prompt as the user's chat message."""
     return [{"role": "user", "content": text}]
+
+
+_TOPICS = (
+    "a lighthouse",
+    "the first snow",
+    "a small bakery",
+    "an old bicycle",
+    "a river in spring",
+    "a night train",
+    "a market at noon",
+    "a broken clock",
+    "a kitchen garden",
+    "a mountain hut",
+    "a lost letter",
+    "an empty theatre",
+    "a ferry in fog",
+    "a beehive",
+    "a chess game",
+    "a storm at sea",
+)
+
+KINDS = ("copy", "summarize", "chat", "write", "change")
+"""Kinds of work, from what repeats the prompt to what does not, and one that changes midway."""
+
+MOST_PROMPTS = len(_TOPICS)
+
+
+def prompts_of(kind: str, num: int) -> list[list[dict[str, str]]]:
+    """Return ``num`` different chat prompts of one kind.
+
+    Args:
+        kind: One of ``KINDS``.
+        num: At most ``MOST_PROMPTS``.
+    """
+    sentences = [f"{sentence.strip()}." for sentence in _REPORT.split(".") if sentence.strip()]
+    prompts = []
+    for index, topic in enumerate(_TOPICS[:num]):
+        turned = sentences[index % len(sentences) :] + sentences[: index % len(sentences)]
+        text = {
+            "copy": "Repeat this text word for word and add nothing.\n\n" + " ".join(turned[:5]),
+            "summarize": "Summarize this report in its own words.\n\n" + " ".join(turned[:7]),
+            "chat": f"Name three things one should know about {topic}, and say why.",
+            "write": f"Write a story about {topic} and two friends.",
+            "change": "Repeat these two sentences word for word, then go on with a story of your "
+            "own about them.\n\n" + " ".join(turned[:2]),
+        }[kind]
+        prompts.append(as_chat(text))
+    return prompts
+
+
+LOOP = "The harbour, the river, the forest, the hill. " * 12
+"""The beginning of a text that goes on repeating itself: the most that drafting can bring."""

@@ -11,18 +11,18 @@ import typer
 from foredraft.errors import InvalidRequestError
 from foredraft.model.source import find_source
 
-_BENCHES = ("decode",)
+_BENCHES = ("decode", "adapt")
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="Which: decode.")],
+    name: Annotated[str, typer.Argument(help="Which: decode or adapt.")],
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
 ) -> None:
     """Run a benchmark; the last line of its output is one JSON object.
 
-    For example: foredraft bench decode
+    For example: foredraft bench decode, or foredraft bench adapt --rounds 3
     """
     if name not in _BENCHES:
         raise InvalidRequestError(f"bench is {name!r}; allowed is one of {', '.join(_BENCHES)}.")
@@ -33,9 +33,9 @@ def bench(
         raise InvalidRequestError(
             f"--out is {out}, but there is no folder {out.parent}; make it, or choose another file."
         )
-    from foredraft.bench.decode import run
+    import importlib
 
-    report = run(model, rounds)
+    report = importlib.import_module(f"foredraft.bench.{name}").run(model, rounds)
     line = json.dumps(report)
     if out is not None:
         out.write_text(line + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,11 +48,23 @@ def allocate(
         least_gain: Drafting must beat plain decoding by this share to be chosen, 0 or more.
     """
     order = np.argsort(-survival, kind="stable")
-    tokens = sure_tokens + np.concatenate([[0.0], np.cumsum(survival[order])])
-    rates = tokens / seconds
-    best = int(np.argmax(rates))
-    if rates[best] <= rates[0] * (1 + least_gain):
-        best = 0
+    best, tokens = _best(survival[order], seconds, sure_tokens, 1 + least_gain)
     is_kept = np.zeros(len(survival), dtype=np.bool_)
     is_kept[order[:best]] = True
-    return Allocation(is_kept, float(tokens[best]), float(seconds[best]), float(seconds[0]))
+    return Allocation(is_kept, tokens, float(seconds[best]), float(seconds[0]))
+
+
+@numba.njit(cache=True)
+def _best(
+    survival: Float64Array, seconds: Float64Array, sure_tokens: float, least_ratio: float
+) -> tuple[int, float]:
+    """The best number of nodes, likeliest first, and the expected tokens with it."""
+    best, best_tokens = 0, sure_tokens
+    best_rate = sure_tokens / seconds[0] * least_ratio
+    tokens = sure_tokens
+    for number in range(survival.size):
+        tokens += survival[number]
+        rate = tokens / seconds[number + 1]
+        if rate > best_rate:
+            best, best_tokens, best_rate = number + 1, tokens, rate
+    return best, best_tokens

@@ -18,17 +18,24 @@ of one token, so that better times are noticed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from foredraft.control.allocate import Allocation, allocate
 from foredraft.control.cost_table import CostTable
-from foredraft.control.estimator import NUM_DEPTHS, AcceptanceTable, bins_of, survival_of
+from foredraft.control.estimator import (
+    AcceptanceTable,
+    bins_of,
+    read_nodes,
+    survival_of,
+)
 from foredraft.params import SamplingParams
+from foredraft.plan.profile import PassTime
 from foredraft.registry import PLAIN
 from foredraft.sampling.processors import Float64Array
 from foredraft.tree import tree
@@ -68,6 +75,7 @@ _RETRY_AFTER = 256
 """Steps after which a dead method is tried again."""
 
 _COST_MEMORY = 1 / 16
+_NO_CONFIDENCE = np.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,40 @@ class _Request:
     num_idle: int = 0
     probe_after: int = _FIRST_PROBE
     is_probe: bool = False
+
+
+class _View:
+    """What a plan says about speculation, read once a step.
+
+    Attributes:
+        plan: The plan.
+        methods: Method of each segment.
+        notes: What is kept of each segment's request.
+        is_walk: Whether it verifies by the default rule, bool [num_segments].
+        may_trim: Whether its draft may be trimmed, bool [num_segments].
+        num_rows: Rows of committed tokens in the pass.
+        num_picks: Segments that emit a token whatever is drafted.
+        context: Mean tokens of a segment in the cache.
+        is_decoding: Whether all segments decode.
+    """
+
+    def __init__(self, plan: StepPlan, requests: dict[str, _Request]) -> None:
+        self.plan = plan
+        segments = plan.segments
+        speculations = [segment.request.speculation for segment in segments]
+        self.methods = [speculation.method for speculation in speculations]
+        self.notes = []
+        for segment in segments:
+            note = requests.get(segment.request.request_id)
+            if note is None:
+                note = requests[segment.request.request_id] = _Request()
+            self.notes.append(note)
+        self.is_walk = np.array([one.verification == "walk" for one in speculations])
+        self.may_trim = self.is_walk & np.array([one.is_auto for one in speculations])
+        self.num_rows = sum(segment.num_rows for segment in segments)
+        self.num_picks = sum(segment.wants_pick for segment in segments)
+        self.context = sum(segment.start for segment in segments) / len(segments)
+        self.is_decoding = all(segment.is_decode for segment in segments)
 
 
 class _Method:
@@ -119,6 +161,7 @@ class Controller:
         self._traits = traits
         self._methods: dict[str, _Method] = {}
         self._requests: dict[str, _Request] = {}
+        self._view: _View | None = None
 
     def budget(self, plan: StepPlan) -> Budgets:
         """Return the most draft nodes of each segment, and note what plain decoding would cost.
@@ -127,9 +170,11 @@ class Controller:
         drafts at most ``r - 1``. Prompt chunks and plain requests draft nothing.
         """
         self.last = None
-        for method in {s.request.speculation.method for s in plan.segments}:
+        view = self._view_of(plan)
+        for method in set(view.methods):
             self._method(method).num_steps += 1
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
+        is_free = {method: self._is_free(method) for method in set(view.methods) - {PLAIN}}
         forecast: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):
             room = _room(segment)
@@ -140,10 +185,10 @@ class Controller:
                 nodes[index] = min(int(speculation.num_speculative_tokens), room)
             elif self.cost_table is not None and self._is_on(speculation.method):
                 nodes[index] = min(room, MAX_AUTO_NODES)
-                if not _is_walk(segment) or not self._is_free(speculation.method):
+                if not (view.is_walk[index] and is_free[speculation.method]):
                     forecast.setdefault(speculation.method, []).append(index)
         for method, indices in forecast.items():
-            self._forecast(plan, method, indices, nodes)
+            self._forecast(view, method, indices, nodes)
         return Budgets(nodes)
 
     def trim(self, plan: StepPlan, drafts: DraftBatch) -> DraftBatch:
@@ -151,31 +196,27 @@ class Controller:
 
         Drafts of a fixed number, and drafts under a classical rule, are kept as they are.
         """
-        table = self.cost_table
-        if table is None:
+        if self.cost_table is None:
             return drafts
-        segments = plan.segments
-        num_segments = len(segments)
-        owners = np.repeat(np.arange(num_segments), drafts.num_nodes)
-        survival = self._survival(plan, drafts)
-        is_free = np.array([s.request.speculation.is_auto and _is_walk(s) for s in segments])
-        may_trim = is_free[owners]
-        num_fixed = int((~may_trim).sum())
-        first_row = sum(s.num_rows for s in segments) + num_fixed
-        num_requests = sum(s.wants_pick for s in segments)
-        is_idle = np.array([self._note(s).num_idle > 0 for s in segments])
-        offered = survival[may_trim]
-        seconds = self._seconds(plan, first_row + np.arange(len(offered) + 1.0))
-        gain = _LEAST_GAIN if len(offered) and is_idle[owners[may_trim]].all() else 0.0
-        base = num_requests + float(survival[~may_trim].sum())
-        chosen = allocate(offered, seconds, base, gain)
-        plain_rows = np.array([float(first_row - num_fixed)])
-        plain_seconds = float(self._seconds(plan, plain_rows)[0])
+        view = self._view_of(plan)
+        owners, above, bins = _read(view, drafts)
+        survival = survival_of(above, self._acceptance(view, owners, bins))
+        on_offer = view.may_trim[owners]
+        num_kept = int((~on_offer).sum())
+        offered = survival[on_offer]
+        first = view.num_rows + num_kept
+        rows = np.concatenate([[view.num_rows], first + np.arange(len(offered) + 1.0)])
+        seconds = self.cost_table.seconds(len(plan.segments), rows, view.context)
+        is_idle = len(offered) > 0 and all(view.notes[i].num_idle for i in set(owners[on_offer]))
+        sure_tokens = view.num_picks + float(survival[~on_offer].sum())
+        chosen = allocate(offered, seconds[1:], sure_tokens, _LEAST_GAIN if is_idle else 0.0)
         keep = np.ones(len(owners), dtype=np.bool_)
-        keep[may_trim] = chosen.is_kept
-        probed = self._probe(plan, drafts, survival, owners, keep, is_free)
-        self.last = Allocation(keep, chosen.expected_tokens + probed, chosen.seconds, plain_seconds)
-        return drafts if keep.all() else _kept(drafts, owners, keep)
+        keep[on_offer] = chosen.is_kept
+        probed = self._probe(view, drafts, survival, np.bincount(owners[keep]), keep)
+        self.last = Allocation(
+            keep, chosen.expected_tokens + probed, chosen.seconds, float(seconds[0])
+        )
+        return drafts if keep.all() else _kept(drafts, keep)
 
     def observe(
         self,
@@ -198,28 +239,46 @@ class Controller:
         """
         if self.cost_table is None:
             return
-        num_rows = int(target.row_offsets[-1])
-        if all(segment.is_decode for segment in plan.segments):
-            self.cost_table.observe(len(plan.segments), num_rows, _mean_context(plan), step_seconds)
-        self._learn_draft_costs(plan, drafts, draft_seconds)
-        for index, segment in enumerate(plan.segments):
-            if not segment.is_decode or segment.request.speculation.method == PLAIN:
+        view = self._view_of(plan)
+        if view.is_decoding:
+            num_rows = int(target.row_offsets[-1])
+            self.cost_table.observe(len(plan.segments), num_rows, view.context, step_seconds)
+        self._learn_draft_costs(view, drafts, draft_seconds)
+        owners, above, bins = _read(view, drafts)
+        is_hit = np.zeros(len(owners), dtype=np.bool_)
+        path_owners = np.repeat(np.arange(len(plan.segments)), np.diff(verdict.path_offsets))
+        is_hit[drafts.offsets[path_owners] + verdict.path - 1] = True
+        values = is_hit.astype(np.float64)
+        weights = np.where(above < 0, 1.0, values[np.maximum(above, 0)])
+        for index, note in enumerate(view.notes):
+            segment = plan.segments[index]
+            if not segment.is_decode or view.methods[index] == PLAIN:
                 continue
-            begin, end = int(drafts.offsets[index]), int(drafts.offsets[index + 1])
-            note = self._note(segment)
             note.num_verify_steps += 1
-            if begin == end:
+            nodes = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
+            if nodes.start == nodes.stop:
                 continue
-            method = segment.request.speculation.method
-            path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
-            is_hit = np.zeros(end - begin, dtype=np.bool_)
-            is_hit[path - 1] = True
             if note.is_probe:
+                is_good = is_hit[nodes].any()
                 note.probe_after = (
-                    _FIRST_PROBE if len(path) else min(2 * note.probe_after, _LAST_PROBE)
+                    _FIRST_PROBE if is_good else min(2 * note.probe_after, _LAST_PROBE)
                 )
                 note.is_probe = False
-            self._learn(segment, method, drafts, slice(begin, end), is_hit, target, index)
+            if self._says_more(view, index):
+                first = int(target.offsets[index])
+                values[nodes] = _chances(
+                    target.logits[first : first + nodes.stop - nodes.start + 1],
+                    drafts.token_ids[nodes],
+                    drafts.parents[nodes],
+                    segment.request.sampling.temperature,
+                )
+                own = above[nodes]
+                reached = survival_of(np.where(own < 0, -1, own - nodes.start), values[nodes])
+                weights[nodes] = np.where(own < 0, 1.0, reached[own - nodes.start])
+        for method, rows, chosen in self._by_method(view, owners):
+            self._method(method).acceptance.observe_of(
+                rows, bins[chosen], values[chosen], weights[chosen]
+            )
         for method in draft_seconds:
             self._check_health(method)
 
@@ -236,11 +295,51 @@ class Controller:
             return None
         return found.acceptance.num_hits / found.acceptance.num_trials
 
-    def _note(self, segment: Segment) -> _Request:
-        return self._requests.setdefault(segment.request.request_id, _Request())
+    def _view_of(self, plan: StepPlan) -> _View:
+        if self._view is None or self._view.plan is not plan:
+            self._view = _View(plan, self._requests)
+        return self._view
 
     def _method(self, method: str) -> _Method:
-        return self._methods.setdefault(method, _Method())
+        found = self._methods.get(method)
+        if found is None:
+            found = self._methods[method] = _Method()
+        return found
+
+    def _by_method(
+        self, view: _View, owners: Int64Array
+    ) -> Iterator[tuple[str, Int64Array, Int64Array]]:
+        """Nodes by method: their requests' rows in its table, and which nodes they are."""
+        drafting = set(owners.tolist())
+        for method in sorted({view.methods[index] for index in drafting}):
+            table = self._method(method).acceptance
+            rows = np.full(len(view.methods), -1, dtype=np.int64)
+            for index in drafting:
+                if view.methods[index] == method:
+                    rows[index] = table.row(view.plan.segments[index].request.request_id)
+            of_nodes = rows[owners]
+            chosen = np.nonzero(of_nodes >= 0)[0]
+            yield method, of_nodes[chosen], chosen
+
+    def _acceptance(self, view: _View, owners: Int64Array, bins: Int64Array) -> Float64Array:
+        """Estimated acceptance of every node once its parent is accepted, float64 [num_nodes]."""
+        out = np.empty(len(owners))
+        for method, rows, chosen in self._by_method(view, owners):
+            out[chosen] = self._method(method).acceptance.acceptance_of(bins[chosen], rows)
+        return out
+
+    def _says_more(self, view: _View, index: int) -> bool:
+        """Whether the target's probabilities are worth computing for a request's draft.
+
+        They are while it is young, if its draft was fixed before the noise, and where they are at
+        hand without filtering again.
+        """
+        return (
+            view.notes[index].num_verify_steps <= _YOUNG
+            and bool(view.is_walk[index])
+            and _is_unfiltered(view.plan.segments[index].request.sampling)
+            and not self._traits(view.methods[index]).sees_noise
+        )
 
     def _is_on(self, method: str) -> bool:
         """Whether a method may draft in this step: not dead, or due for another try."""
@@ -254,8 +353,7 @@ class Controller:
     def _is_free(self, method: str) -> bool:
         """Whether drafting costs next to nothing beside a step."""
         found = self._method(method)
-        assert self.cost_table is not None
-        if found.unit_seconds is None:
+        if self.cost_table is None or found.unit_seconds is None:
             return self._traits(method).cost == "once"
         step = float(self.cost_table.seconds(1, np.ones(1), 0.0)[0])
         return found.unit_seconds < _NEGLIGIBLE * step
@@ -281,11 +379,7 @@ class Controller:
             found.is_retrying = False
             _LOG.info("method %r is accepted again", method)
 
-    def _seconds(self, plan: StepPlan, num_rows: Float64Array) -> Float64Array:
-        assert self.cost_table is not None
-        return self.cost_table.seconds(len(plan.segments), num_rows, _mean_context(plan))
-
-    def _forecast(self, plan: StepPlan, method: str, indices: list[int], nodes: Int64Array) -> None:
+    def _forecast(self, view: _View, method: str, indices: list[int], nodes: Int64Array) -> None:
         """Cut the budgets of one method's requests to what is expected to pay, before drafting.
 
         Chains of expected survival by depth stand in for drafts that do not exist yet. Drafting
@@ -296,129 +390,77 @@ class Controller:
         depths = np.arange(1, deepest + 1)
         bins = bins_of(depths, np.zeros_like(depths), None)
         survival = np.empty((len(indices), deepest))
+        names = [segment.request.request_id for segment in view.plan.segments]
         for row, index in enumerate(indices):
-            request_id = plan.segments[index].request.request_id
-            survival[row] = np.cumprod(found.acceptance.acceptance(bins, request_id))
+            survival[row] = np.cumprod(found.acceptance.acceptance(bins, names[index]))
             survival[row, nodes[index] :] = 0.0
         unit = found.unit_seconds or 0.0
-        base = sum(s.num_rows for s in plan.segments)
-        num_requests = sum(s.wants_pick for s in plan.segments)
-        step = self._seconds(plan, base + np.arange(survival.size + 1.0))
-        best_rate, best = num_requests / step[0], None
-        is_idle = all(self._note(plan.segments[i]).num_idle for i in indices)
+        assert self.cost_table is not None
+        rows = view.num_rows + np.arange(survival.size + 1.0)
+        step = self.cost_table.seconds(len(names), rows, view.context)
+        best_rate, best = view.num_picks / step[0], None
+        is_idle = all(view.notes[index].num_idle for index in indices)
         least = best_rate * (1 + (_LEAST_GAIN if is_idle else 0.0))
         for level in range(1, deepest + 1):
             offered = survival[:, :level].ravel()
             draft = unit * (1 if traits.cost == "once" else level)
-            chosen = allocate(offered, step[: len(offered) + 1] + draft, num_requests, 0.0)
+            chosen = allocate(offered, step[: len(offered) + 1] + draft, view.num_picks, 0.0)
             rate = chosen.expected_tokens / chosen.seconds
             if chosen.is_kept.any() and rate > max(best_rate, least):
                 best_rate, best = rate, chosen.is_kept.reshape(len(indices), level).sum(axis=1)
         for row, index in enumerate(indices):
-            note = self._note(plan.segments[index])
+            note = view.notes[index]
             wanted = 0 if best is None else int(best[row])
             if wanted == 0:
-                note.num_idle += 1
-                found.acceptance.age(plan.segments[index].request.request_id)
-                if note.num_idle >= note.probe_after:
-                    wanted, note.is_probe, note.num_idle = 1, True, 0
+                found.acceptance.age(names[index])
+                if self._is_probe_due(note):
+                    wanted = 1
             else:
                 note.num_idle = 0
             nodes[index] = min(int(nodes[index]), wanted)
 
-    def _survival(self, plan: StepPlan, drafts: DraftBatch) -> Float64Array:
-        """Estimated survival of every node, float64 [num_nodes]."""
-        parts = []
-        for index, segment in enumerate(plan.segments):
-            begin, end = int(drafts.offsets[index]), int(drafts.offsets[index + 1])
-            if begin == end:
-                continue
-            parents = drafts.parents[begin:end]
-            acceptance = self._method(segment.request.speculation.method).acceptance.acceptance(
-                _bins(drafts, slice(begin, end), _is_walk(segment)), segment.request.request_id
-            )
-            parts.append(survival_of(parents, acceptance))
-        return np.concatenate(parts) if parts else np.empty(0)
-
     def _probe(
         self,
-        plan: StepPlan,
+        view: _View,
         drafts: DraftBatch,
         survival: Float64Array,
-        owners: Int64Array,
+        kept: Int64Array,
         keep: NDArray[np.bool_],
-        is_free: NDArray[np.bool_],
     ) -> float:
         """Keep the first token of a draft now and then where none was kept; return its worth."""
         probed = 0.0
-        kept = np.bincount(owners[keep], minlength=len(plan.segments))
-        for index in np.nonzero(is_free & (drafts.num_nodes > 0))[0]:
-            note = self._note(plan.segments[index])
-            if kept[index]:
+        for index in np.nonzero(view.may_trim & (drafts.num_nodes > 0))[0]:
+            note = view.notes[index]
+            if index < len(kept) and kept[index]:
                 note.num_idle = 0
                 continue
-            note.num_idle += 1
-            segment = plan.segments[index]
-            self._method(segment.request.speculation.method).acceptance.age(
-                segment.request.request_id
-            )
-            if note.num_idle >= note.probe_after:
+            request_id = view.plan.segments[index].request.request_id
+            self._method(view.methods[index]).acceptance.age(request_id)
+            if self._is_probe_due(note):
                 first = int(drafts.offsets[index])
                 keep[first] = True
                 probed += float(survival[first])
-                note.num_idle, note.is_probe = 0, True
         return probed
 
-    def _learn(
-        self,
-        segment: Segment,
-        method: str,
-        drafts: DraftBatch,
-        nodes: slice,
-        is_hit: NDArray[np.bool_],
-        target: TargetOutput,
-        index: int,
-    ) -> None:
-        """Learn what became of one request's draft."""
-        parents = drafts.parents[nodes]
-        table = self._method(method).acceptance
-        was_reached = np.concatenate([[True], is_hit])[parents]
-        values, weights = is_hit.astype(np.float64), was_reached.astype(np.float64)
-        request = segment.request
-        if (
-            self._note(segment).num_verify_steps <= _YOUNG
-            and _is_walk(segment)
-            and not self._traits(method).sees_noise
-            and _is_unfiltered(request.sampling)
-        ):
-            first = int(target.offsets[index])
-            values = _chances(
-                target.logits[first : first + len(parents) + 1],
-                drafts.token_ids[nodes],
-                parents,
-                request.sampling.temperature,
-            )
-            weights = np.concatenate([[1.0], survival_of(parents, values)])[parents]
-        kinds = _bins(drafts, nodes, _is_walk(segment))
-        table.observe(request.request_id, kinds, values, weights)
+    def _is_probe_due(self, note: _Request) -> bool:
+        """Count a step without a draft; whether it should have one all the same."""
+        note.num_idle += 1
+        if note.num_idle < note.probe_after:
+            return False
+        note.num_idle, note.is_probe = 0, True
+        return True
 
     def _learn_draft_costs(
-        self, plan: StepPlan, drafts: DraftBatch, draft_seconds: Mapping[str, float]
+        self, view: _View, drafts: DraftBatch, draft_seconds: Mapping[str, float]
     ) -> None:
         for method, seconds in draft_seconds.items():
             found = self._method(method)
             units = 1
             if self._traits(method).cost != "once":
-                units = max(
-                    (
-                        int(tree.depths(drafts.parents[begin:end]).max())
-                        for segment, begin, end in zip(
-                            plan.segments, drafts.offsets, drafts.offsets[1:], strict=False
-                        )
-                        if segment.request.speculation.method == method and end > begin
-                    ),
-                    default=1,
-                )
+                for index, name in enumerate(view.methods):
+                    parents = drafts.parents[drafts.offsets[index] : drafts.offsets[index + 1]]
+                    if name == method and len(parents):
+                        units = max(units, int(tree.depths(parents).max()))
             unit = seconds / units
             old = found.unit_seconds
             found.unit_seconds = (
@@ -434,14 +476,6 @@ def _room(segment: Segment) -> int:
     return request.max_tokens - segment.num_output_tokens - 1
 
 
-def _is_walk(segment: Segment) -> bool:
-    return segment.request.speculation.verification == "walk"
-
-
-def _mean_context(plan: StepPlan) -> float:
-    return sum(segment.start for segment in plan.segments) / len(plan.segments)
-
-
 def _is_unfiltered(sampling: SamplingParams) -> bool:
     return (
         not sampling.is_greedy
@@ -451,11 +485,13 @@ def _is_unfiltered(sampling: SamplingParams) -> bool:
     )
 
 
-def _bins(drafts: DraftBatch, nodes: slice, is_walk: bool) -> Int64Array:
-    """Kinds of one request's nodes; under a classical rule by depth alone, as forecasts are."""
-    parents = drafts.parents[nodes]
-    confidence = None if drafts.confidence is None else drafts.confidence[nodes]
-    return bins_of(tree.depths(parents)[1:], tree.ranks(parents), confidence if is_walk else None)
+def _read(view: _View, drafts: DraftBatch) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Segment, parent's index and kind of every node, int64 [num_nodes] each."""
+    confidence = _NO_CONFIDENCE if drafts.confidence is None else drafts.confidence
+    read: tuple[Int64Array, Int64Array, Int64Array] = read_nodes(
+        drafts.parents, drafts.offsets, confidence, view.is_walk
+    )
+    return read
 
 
 def _chances(
@@ -473,18 +509,12 @@ def _chances(
     return out
 
 
-def _kept(drafts: DraftBatch, owners: Int64Array, keep: NDArray[np.bool_]) -> DraftBatch:
+def _kept(drafts: DraftBatch, keep: NDArray[np.bool_]) -> DraftBatch:
     """The batch without the nodes that are not kept; what is kept is closed under parents."""
-    num_segments = len(drafts.offsets) - 1
-    counts = np.bincount(owners[keep], minlength=num_segments)
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    # Row of each node among the kept ones of its segment; row 0 is the root.
-    rows = np.cumsum(keep) - offsets[owners]
-    first = drafts.offsets[owners]
-    parents = np.where(drafts.parents == 0, 0, rows[np.maximum(first + drafts.parents - 1, 0)])
+    parents, offsets = _renumber(drafts.parents, drafts.offsets, keep)
     return DraftBatch(
         drafts.token_ids[keep],
-        parents[keep],
+        parents,
         offsets,
         drafts.draft_probs,
         None if drafts.dist_ids is None else drafts.dist_ids[keep],
@@ -493,4 +523,41 @@ def _kept(drafts: DraftBatch, owners: Int64Array, keep: NDArray[np.bool_]) -> Dr
     )
 
 
-__all__ = ["MAX_AUTO_NODES", "NUM_DEPTHS", "Controller", "MethodTraits"]
+def load_kernels() -> None:
+    """Compile or load what deciding runs, so that no step pays for it."""
+    parents, offsets = np.array([0, 1]), np.array([0, 2])
+    yes = np.ones(1, dtype=np.bool_)
+    _, above, bins = read_nodes(parents, offsets, _NO_CONFIDENCE, yes)
+    table = AcceptanceTable()
+    table.observe("", bins, np.ones(2), np.ones(2))
+    survival = survival_of(above, table.acceptance(bins, ""))
+    costs = CostTable([PassTime(1, rows, 0, 1.0, 0.0) for rows in (1, 2)])
+    chosen = allocate(survival, costs.seconds(1, np.arange(1.0, 4.0), 0.0), 1.0, 0.0)
+    _renumber(parents, offsets, chosen.is_kept)
+
+
+@numba.njit(cache=True)
+def _renumber(
+    parents: Int64Array, offsets: Int64Array, keep: NDArray[np.bool_]
+) -> tuple[Int64Array, Int64Array]:
+    """Parents' rows and offsets of the nodes that are kept."""
+    kept = np.empty(parents.size, dtype=np.int64)
+    kept_offsets = np.zeros(offsets.size, dtype=np.int64)
+    rows = np.zeros(parents.size + 1, dtype=np.int64)
+    total = 0
+    for segment in range(offsets.size - 1):
+        first = offsets[segment]
+        count = 0
+        for node in range(first, offsets[segment + 1]):
+            if not keep[node]:
+                continue
+            count += 1
+            rows[node] = count
+            parent = parents[node]
+            kept[total] = rows[first + parent - 1] if parent > 0 else 0
+            total += 1
+        kept_offsets[segment + 1] = total
+    return kept[:total], kept_offsets
+
+
+__all__ = ["MAX_AUTO_NODES", "Controller", "MethodTraits", "load_kernels"]

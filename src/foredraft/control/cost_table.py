@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
+import numba
 import numpy as np
 
 from foredraft.plan.profile import PassTime
@@ -24,6 +25,10 @@ _MOST_SURPRISE = 0.25
 
 _MOST_CORRECTION = 0.7
 """A kind of pass is corrected by at most this factor's exponential, either way."""
+
+
+_NUM_KINDS = 32
+"""Half octaves told apart; what is larger counts as the last."""
 
 
 class CostTable:
@@ -53,7 +58,7 @@ class CostTable:
             for batch in self._batches
         }
         self._factor = 0.0
-        self._corrections: dict[tuple[int, int], float] = {}
+        self._corrections = np.zeros((_NUM_KINDS, _NUM_KINDS))
 
     def seconds(self, num_requests: int, num_rows: Float64Array, context: float) -> Float64Array:
         """Expected seconds of passes over one batch, float64 like ``num_rows``.
@@ -65,19 +70,14 @@ class CostTable:
             context: Mean tokens of a request in the cache.
         """
         per_request = num_rows / num_requests
+        out = np.zeros(len(num_rows))
         low, high, share = _between(self._batches, num_requests)
-        seconds = self._at(low, per_request, context)
-        if high != low:
-            seconds = seconds + share * (self._at(high, per_request, context) - seconds)
-        elif num_requests > high:
-            seconds = seconds * (num_requests / high)
-        batch_kind = _kind(num_requests)
-        corrections = [
-            self._corrections.get((batch_kind, kind), 0.0)
-            for kind in range(_kind(float(per_request.max())) + 1)
-        ]
-        kinds = np.floor(2 * np.log2(np.maximum(per_request, 1.0))).astype(np.int64)
-        out: Float64Array = seconds * np.exp(self._factor + np.array(corrections)[kinds])
+        # Beyond the largest measured batch, a pass grows as its rows do.
+        scale = max(1.0, num_requests / self._batches[-1])
+        for batch, weight in ((low, scale * (1 - share)), (high, scale * share)):
+            if weight:
+                self._add(batch, per_request, context, weight, out)
+        _correct(out, per_request, self._corrections[_kind(num_requests)], self._factor)
         return out
 
     def observe(self, num_requests: int, num_rows: int, context: float, seconds: float) -> None:
@@ -90,23 +90,27 @@ class CostTable:
         key = (_kind(num_requests), _kind(num_rows / num_requests))
         # Shared equally: what recurs in every kind of pass ends in the factor, the rest here.
         self._factor += surprise * _MEMORY
-        old = self._corrections.get(key, 0.0)
-        new = old + surprise * _MEMORY
+        new = self._corrections[key] + surprise * _MEMORY
         self._corrections[key] = max(-_MOST_CORRECTION, min(_MOST_CORRECTION, new))
 
-    def _at(self, batch: int, per_request: Float64Array, context: float) -> Float64Array:
-        """Seconds for a measured batch, between its measured contexts."""
+    def _add(
+        self,
+        batch: int,
+        per_request: Float64Array,
+        context: float,
+        weight: float,
+        out: Float64Array,
+    ) -> None:
+        """Add the weighted seconds of a measured batch, between its measured contexts."""
         low, high, share = _between(self._contexts[batch], context)
-        seconds = _on_line(*self._lines[batch, low], per_request * batch)
-        if high != low:
-            upper = _on_line(*self._lines[batch, high], per_request * batch)
-            seconds = seconds + share * (upper - seconds)
-        return seconds
+        for known, part in ((low, weight * (1 - share)), (high, weight * share)):
+            if part:
+                _add_line(*self._lines[batch, known], per_request * batch, part, out)
 
 
 def _kind(number: float) -> int:
     """Half octaves from 1: what is alike in size shares a correction."""
-    return int(2 * math.log2(max(number, 1.0)))
+    return min(int(2 * math.log2(max(number, 1.0))), _NUM_KINDS - 1)
 
 
 def _between(measured: list[int], value: float) -> tuple[int, int, float]:
@@ -119,11 +123,34 @@ def _between(measured: list[int], value: float) -> tuple[int, int, float]:
     return measured[-1], measured[-1], 0.0
 
 
-def _on_line(rows: Float64Array, seconds: Float64Array, at: Float64Array) -> Float64Array:
-    """Straight lines between the points; the last slope goes on, and never falls."""
-    values = np.interp(at, rows, seconds)
-    if len(rows) > 1:
-        slope = max(0.0, float((seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])))
-        values = values + np.maximum(at - rows[-1], 0.0) * slope
-    out: Float64Array = values
-    return out
+@numba.njit(cache=True)
+def _add_line(
+    rows: Float64Array, seconds: Float64Array, at: Float64Array, weight: float, out: Float64Array
+) -> None:
+    """Add straight lines between the points; the last slope goes on, and never falls."""
+    last = rows.size - 1
+    slope = 0.0
+    if last > 0:
+        slope = max(0.0, (seconds[last] - seconds[last - 1]) / (rows[last] - rows[last - 1]))
+    for index in range(at.size):
+        place = at[index]
+        if place <= rows[0]:
+            out[index] += weight * seconds[0]
+        elif place >= rows[last]:
+            out[index] += weight * (seconds[last] + (place - rows[last]) * slope)
+        else:
+            upper = np.searchsorted(rows, place)
+            share = (place - rows[upper - 1]) / (rows[upper] - rows[upper - 1])
+            out[index] += weight * (
+                seconds[upper - 1] + share * (seconds[upper] - seconds[upper - 1])
+            )
+
+
+@numba.njit(cache=True)
+def _correct(
+    out: Float64Array, per_request: Float64Array, corrections: Float64Array, factor: float
+) -> None:
+    """Apply what was learnt, by kind of pass."""
+    for index in range(out.size):
+        kind = min(int(2 * np.log2(max(per_request[index], 1.0))), _NUM_KINDS - 1)
+        out[index] *= np.exp(factor + corrections[kind])

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.sampling.processors import Float64Array
-from foredraft.tree.tree import depths, ranks
 from foredraft.types import Int64Array
 
 NUM_DEPTHS = 64
@@ -85,6 +84,49 @@ def bins_of(depths: Int64Array, ranks: Int64Array, confidence: Float64Array | No
     return np.where(np.isnan(confidence), by_depth, sure)
 
 
+@numba.njit(cache=True)
+def read_nodes(
+    parents: Int64Array,
+    offsets: Int64Array,
+    confidence: Float64Array,
+    is_walk: NDArray[np.bool_],
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Segment, index of the parent, and kind of every node of a batch, in one go.
+
+    Args:
+        parents: int64 [num_nodes], rows within the segment's tree; 0 is the root.
+        offsets: int64 [num_segments + 1].
+        confidence: float64 [num_nodes], NaN where a drafter cannot say; empty where none can.
+        is_walk: bool [num_segments]; kinds of other segments go by depth alone, as their forecasts
+            do.
+
+    Returns:
+        int64 [num_nodes] each; a parent of -1 is the root. Kinds are those of :func:`bins_of`.
+    """
+    owners = np.empty(parents.size, dtype=np.int64)
+    above = np.empty(parents.size, dtype=np.int64)
+    bins = np.empty(parents.size, dtype=np.int64)
+    depths = np.empty(parents.size, dtype=np.int64)
+    has_child = np.zeros(parents.size + offsets.size, dtype=np.bool_)
+    for segment in range(offsets.size - 1):
+        first = offsets[segment]
+        for node in range(first, offsets[segment + 1]):
+            row = parents[node]
+            owners[node] = segment
+            above[node] = first + row - 1 if row > 0 else -1
+            depths[node] = depths[above[node]] + 1 if row > 0 else 1
+            place = first + row + segment
+            is_sibling = has_child[place]
+            has_child[place] = True
+            if confidence.size and is_walk[segment] and not np.isnan(confidence[node]):
+                doubt = max(1.0 - confidence[node], 1e-9)
+                level = min(max(int(np.floor(-2 * np.log2(doubt))), 0), NUM_LEVELS - 1)
+                bins[node] = NUM_DEPTHS + (NUM_LEVELS if is_sibling else 0) + level
+            else:
+                bins[node] = min(depths[node], NUM_DEPTHS) - 1
+    return owners, above, bins
+
+
 class AcceptanceTable:
     """Acceptance of one method's draft nodes, over all requests and for each.
 
@@ -101,46 +143,65 @@ class AcceptanceTable:
         )
         self._hits = np.zeros(_NUM_BINS)
         self._trials = np.zeros(_NUM_BINS)
-        self._offsets: dict[str, NDArray[np.float64]] = {}
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        self._offsets: NDArray[np.float64] = np.empty((0, 4))
         self.num_trials: float = 0.0
         self.num_hits: float = 0.0
 
     def offset(self, request_id: str) -> NDArray[np.float64]:
-        """What is believed of a request, float64 [4], to be read or written.
+        """What is believed of a request, a view of float64 [4], to be read or written.
 
         Its offset to the workload, the precision of that, and the evidence that it has become
         worse, and better, than believed.
         """
-        found = self._offsets.get(request_id)
-        if found is None:
-            found = self._offsets[request_id] = np.array([0.0, _OFFSET_PRECISION, 0.0, 0.0])
-        return found
+        row: NDArray[np.float64] = self._offsets[self.row(request_id)]
+        return row
+
+    def row(self, request_id: str) -> int:
+        """Where what is believed of a request is kept; made for a request that is new."""
+        row = self._rows.get(request_id)
+        if row is None:
+            if not self._free:
+                size = len(self._offsets)
+                self._offsets = np.concatenate([self._offsets, np.empty((max(16, size), 4))])
+                self._free = list(range(len(self._offsets) - 1, size - 1, -1))
+            row = self._rows[request_id] = self._free.pop()
+            self._offsets[row] = (0.0, _OFFSET_PRECISION, 0.0, 0.0)
+        return row
 
     def acceptance(self, bins: Int64Array, request_id: str) -> Float64Array:
         """Estimated acceptance of nodes of one request, float64 like ``bins``."""
-        share = _shares(bins, self._hits, self._trials, self._prior)
-        odds = share / (1 - share) * np.exp(self.offset(request_id)[0])
-        out: Float64Array = np.clip(odds / (1 + odds), _LEAST, _MOST)
+        return self.acceptance_of(bins, np.full(len(bins), self.row(request_id)))
+
+    def acceptance_of(self, bins: Int64Array, rows: Int64Array) -> Float64Array:
+        """Estimated acceptance of nodes of many requests, by each node's :meth:`row`."""
+        out: Float64Array = _acceptance(
+            bins, rows, self._hits, self._trials, self._prior, self._offsets
+        )
         return out
 
     def observe(
         self, request_id: str, bins: Int64Array, values: Float64Array, weights: Float64Array
     ) -> None:
-        """Learn outcomes of a request's nodes.
+        """Learn outcomes of one request's nodes; see :meth:`observe_of`."""
+        self.observe_of(np.full(len(bins), self.row(request_id)), bins, values, weights)
+
+    def observe_of(
+        self, rows: Int64Array, bins: Int64Array, values: Float64Array, weights: Float64Array
+    ) -> None:
+        """Learn outcomes.
 
         Args:
-            request_id: Whose.
+            rows: int64 [n], each node's request, by its :meth:`row`.
             bins: int64 [n].
             values: float64 [n] in [0, 1]: accepted or not, or the chance of it.
             weights: float64 [n] in [0, 1]: the chance that the node's parent was accepted.
         """
-        _observe(
-            bins, values, weights, self._hits, self._trials, self._prior, self.offset(request_id)
-        )
-        self.num_trials = self.num_trials * (1 - 1 / _BIN_MEMORY) ** len(bins) + float(
-            weights.sum()
-        )
-        self.num_hits = self.num_hits * (1 - 1 / _BIN_MEMORY) ** len(bins) + float(values @ weights)
+        _observe(rows, bins, values, weights, self._hits, self._trials, self._prior, self._offsets)
+        keep = (1 - 1 / _BIN_MEMORY) ** len(bins)
+        self.num_trials = self.num_trials * keep + float(weights.sum())
+        self.num_hits = self.num_hits * keep + float(values @ weights)
 
     def age(self, request_id: str) -> None:
         """Let a step without a draft make what is believed of a request less sure."""
@@ -148,27 +209,40 @@ class AcceptanceTable:
 
     def forget(self, request_id: str) -> None:
         """Drop a request's offset."""
-        self._offsets.pop(request_id, None)
-
-
-def load_kernels() -> None:
-    """Compile or load what estimating runs, so that no step pays for it."""
-    parents = np.array([0, 1], dtype=np.int64)
-    bins = bins_of(depths(parents)[1:], ranks(parents), None)
-    table = AcceptanceTable()
-    ones = np.ones(2)
-    table.observe("", bins, ones, ones)
-    survival_of(parents, table.acceptance(bins, ""))
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
 
 
 @numba.njit(cache=True)
 def survival_of(parents: Int64Array, acceptance: Float64Array) -> Float64Array:
-    """Chance that each node of a tree is accepted: the product along its path, float64 [n]."""
+    """Chance that each node is accepted: the product along its path, float64 [n].
+
+    Args:
+        parents: int64 [n], index of each node's parent, which comes before it; -1 for the root.
+        acceptance: float64 [n], chance of each once its parent is accepted.
+    """
     out = np.empty(parents.size, dtype=np.float64)
     for node in range(parents.size):
         parent = parents[node]
-        before = 1.0 if parent == 0 else out[parent - 1]
+        before = 1.0 if parent < 0 else out[parent]
         out[node] = before * acceptance[node]
+    return out
+
+
+@numba.njit(cache=True)
+def _acceptance(
+    bins: Int64Array,
+    rows: Int64Array,
+    hits: Float64Array,
+    trials: Float64Array,
+    prior: Float64Array,
+    offsets: Float64Array,
+) -> Float64Array:
+    out = _shares(bins, hits, trials, prior)
+    for index in range(bins.size):
+        odds = out[index] / (1 - out[index]) * np.exp(offsets[rows[index], 0])
+        out[index] = min(max(odds / (1 + odds), _LEAST), _MOST)
     return out
 
 
@@ -190,19 +264,21 @@ def _shares(
 
 @numba.njit(cache=True)
 def _observe(
+    rows: Int64Array,
     bins: Int64Array,
     values: Float64Array,
     weights: Float64Array,
     hits: Float64Array,
     trials: Float64Array,
     prior: Float64Array,
-    offset: Float64Array,
+    offsets: Float64Array,
 ) -> None:
     shares = _shares(bins, hits, trials, prior)
     for index in range(bins.size):
         kind, weight = bins[index], weights[index]
         if weight <= 0.0:
             continue
+        offset = offsets[rows[index]]
         share = shares[index]
         odds = share / (1 - share) * np.exp(offset[0])
         expected = min(max(odds / (1 + odds), _LEAST), _MOST)

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from foredraft.config import EngineConfig
-from foredraft.control import estimator
+from foredraft.control import controller
 from foredraft.control.allocate import Allocation
 from foredraft.control.controller import Controller, MethodTraits
 from foredraft.control.cost_table import CostTable
@@ -84,7 +84,7 @@ class Engine:
         self.last_step: StepStats | None = None
         self.stats = EngineStats()
         verification.load_kernels()
-        estimator.load_kernels()
+        controller.load_kernels()
         self._num_requests = 0
 
     @property

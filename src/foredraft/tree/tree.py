@@ -34,20 +34,6 @@ def depths(parents: Int64Array) -> Int64Array:
 
 
 @numba.njit(cache=True)
-def _ranks(parents, counts, out):  # type: ignore[no-untyped-def]
-    for node in range(parents.size):
-        out[node] = counts[parents[node]]
-        counts[parents[node]] += 1
-
-
-def ranks(parents: Int64Array) -> Int64Array:
-    """Return each node's place among its siblings, from 0, int64 [num_nodes]."""
-    out = np.empty(len(parents), dtype=np.int64)
-    _ranks(parents, np.zeros(len(parents) + 1, dtype=np.int64), out)
-    return out
-
-
-@numba.njit(cache=True)
 def _ancestors(parents, out):  # type: ignore[no-untyped-def]
     out[0, 0] = True
     for node in range(parents.size):

@@ -1,0 +1,332 @@
+"""``make bench-adapt``: does the controller find the best number of draft tokens by itself?
+
+On the embedded model: kinds of work by batch sizes, plain, fixed numbers and ``auto``, interleaved;
+the rates are those of decoding, prompts apart, since prompts cost the same on every side. Then the
+same controller in a world that is known, up to batches of 512 (``simulate``).
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from foredraft.bench import harness, workloads
+from foredraft.bench.simulate import simulate
+from foredraft.engine.engine import Engine
+from foredraft.engine.llm import LLM
+from foredraft.engine.profiling import known_profile, measure_profile
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.plan.profile import Profile
+from foredraft.registry import PLAIN
+
+BATCHES = (1, 2, 4, 8, 16)
+FIXED = (1, 2, 4, 8, 16)
+_NUM_TOKENS = 64
+_NUM_LOOP_TOKENS = 160
+_SIDES: dict[str, SpeculationParams] = {
+    "plain": SpeculationParams(PLAIN, 0),
+    **{f"fixed {n}": SpeculationParams("ngram", n) for n in FIXED},
+    "auto": SpeculationParams("ngram"),
+}
+
+_SIM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SIM_ACCEPTANCES = (0.95, 0.9, 0.8, 0.6, 0.3, 0.05)
+_SIM_STEPS = 150
+_SIM_CHANGE = (0.9, 0.3, 60)
+"""Acceptance before and after the change, and the steps of each."""
+
+_SIM_WINDOW = 8
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of a batch: decoding only.
+
+    Attributes:
+        tokens_per_s: Of steps in which every request decoded.
+        texts: Token ids by request.
+        steps: Draft tokens and rows of each step, its tokens and its requests.
+        controller_share: Time to decide, as a share of those steps.
+        foreseen: The controller's own forecast of the speedup, where it made one.
+    """
+
+    tokens_per_s: float
+    texts: list[tuple[int, ...]]
+    steps: list[tuple[int, int, int]]
+    controller_share: float
+    foreseen: float | None
+
+
+def run(
+    model: str,
+    rounds: int,
+    batches: Sequence[int] = BATCHES,
+    kinds: Sequence[str] = workloads.KINDS,
+    num_tokens: int = _NUM_TOKENS,
+    sim_batches: Sequence[int] = _SIM_BATCHES,
+) -> dict[str, Any]:
+    """Measure every cell on ``model``, simulate the rest; return the report."""
+    with harness.Progress("bench adapt") as progress:
+        progress("loading")
+        llm = LLM(model, notify=progress.say)
+        profile = known_profile(llm.engine.target)
+        if profile is None:
+            profile = measure_profile(llm.engine, lambda text, share: progress(f"profile, {text}"))
+        clock = _watch(llm.engine)
+        cells: list[dict[str, Any]] = []
+        for kind in kinds:
+            for batch in batches:
+                cells.append(_cell(llm, profile, clock, kind, batch, rounds, num_tokens, progress))
+                progress.say(_line(cells[-1]))
+        peak = _peak(llm, clock, rounds, progress)
+        simulated = _simulated(sim_batches, progress)
+        summary = _summary(cells, simulated, peak, profile)
+        for name, value in summary.items():
+            progress.say(f"{name:28} {value:.3f}" if value is not None else f"{name:28} none")
+    return harness.report("adapt", [*cells, peak, *simulated], summary)
+
+
+class _Watch:
+    """Adds up the time that the controller takes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+def _watch(engine: Engine) -> _Watch:
+    """Time every call that the engine makes to its controller."""
+    watch = _Watch()
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*args, **kwargs)
+            watch.seconds += time.perf_counter() - started
+            return result
+
+        return wrapped
+
+    controller = engine.controller
+    for name in ("budget", "trim", "observe"):
+        setattr(controller, name, timed(getattr(controller, name)))
+    return watch
+
+
+def _decode(
+    llm: LLM,
+    watch: _Watch,
+    prompts: Sequence[Any],
+    speculation: SpeculationParams,
+    num_tokens: int,
+) -> _Run:
+    """Run one batch to its end and keep what belongs to decoding alone."""
+    engine = llm.engine
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    names = [engine.add(llm.encode(prompt), sampling, speculation) for prompt in prompts]
+    states = [engine.request_state(name) for name in names]
+    seconds = deciding = 0.0
+    steps: list[tuple[int, int, int]] = []
+    while engine.has_work:
+        before = watch.seconds
+        engine.step()
+        step = engine.last_step
+        if step is not None and step.num_decoding == step.num_segments:
+            seconds += step.total_s
+            deciding += watch.seconds - before
+            steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
+    foreseen_s = sum(state.stats.predicted_s for state in states)
+    plain_s = sum(state.stats.expected_plain_s for state in states)
+    return _Run(
+        sum(num for _, _, num in steps) / seconds,
+        [tuple(state.output_ids.tolist()) for state in states],
+        steps,
+        deciding / seconds,
+        plain_s / foreseen_s if foreseen_s else None,
+    )
+
+
+def _cell(
+    llm: LLM,
+    profile: Profile,
+    watch: _Watch,
+    kind: str,
+    batch: int,
+    rounds: int,
+    num_tokens: int,
+    progress: harness.Progress,
+) -> dict[str, Any]:
+    """One kind of work at one batch size: every side, in turn."""
+    prompts = workloads.prompts_of(kind, batch)
+    runs: dict[str, list[_Run]] = {name: [] for name in _SIDES}
+
+    def side(name: str) -> float:
+        done = _decode(llm, watch, prompts, _SIDES[name], num_tokens)
+        runs[name].append(done)
+        return done.tokens_per_s
+
+    rates = harness.interleave(
+        {name: functools.partial(side, name) for name in _SIDES},
+        rounds,
+        tell=lambda text: progress(f"{kind}, batch {batch}, {text}"),
+    )
+    fixed = {name: values for name, values in rates.items() if name.startswith("fixed")}
+    best = max(fixed, key=lambda name: statistics.median(fixed[name]))
+    auto = runs["auto"][-1]
+    plain_texts = runs["plain"][0].texts
+    speedups = {name: harness.ratio(rates[name], rates["plain"]) for name in _SIDES}
+    return {
+        "what": "embedded model",
+        "kind": kind,
+        "batch": batch,
+        "tokens_per_s": {name: harness.spread(values) for name, values in rates.items()},
+        "speedup": speedups,
+        "best_fixed": best,
+        "auto_vs_best_fixed": harness.ratio(rates["auto"], rates[best]),
+        "auto_vs_plain": speedups["auto"],
+        "auto_num_draft_tokens": sum(n for n, _, _ in auto.steps)
+        / sum(r for _, r, _ in auto.steps),
+        "predicted_speedup": {name: _predicted(profile, runs[name][-1].steps) for name in _SIDES},
+        "foreseen_speedup": auto.foreseen,
+        "controller_share": statistics.median(r.controller_share for r in runs["auto"][1:]),
+        "same_text_as_plain": {
+            name: statistics.mean(
+                ours == theirs for ours, theirs in zip(done[-1].texts, plain_texts, strict=True)
+            )
+            for name, done in runs.items()
+        },
+    }
+
+
+def _predicted(profile: Profile, steps: Sequence[tuple[int, int, int]]) -> float:
+    """Speedup by the arithmetic: measured costs of passes, recorded acceptance, draft time."""
+    measured = profile.batches()
+    plain_s = predicted_s = 0.0
+    for num_nodes, num_requests, num_tokens in steps:
+        batch = min(measured, key=lambda known: abs(known - num_requests))
+        plain = profile.t_decode(batch)
+        predicted_s += plain * profile.verify_cost(num_nodes / num_requests, batch)
+        predicted_s += profile.drafts["ngram"].seconds * num_requests if num_nodes else 0.0
+        plain_s += plain * num_tokens / num_requests
+    return plain_s / predicted_s
+
+
+def _peak(llm: LLM, watch: _Watch, rounds: int, progress: harness.Progress) -> dict[str, Any]:
+    """The most that drafting brings here: a text that repeats itself."""
+    prompts = [workloads.LOOP]
+    sides = {
+        name: functools.partial(
+            lambda name: _decode(llm, watch, prompts, _SIDES[name], _NUM_LOOP_TOKENS).tokens_per_s,
+            name,
+        )
+        for name in ("plain", "auto")
+    }
+    rates = harness.interleave(sides, rounds, tell=lambda text: progress(f"loop, {text}"))
+    return {
+        "what": "a text that repeats itself",
+        "speedup": harness.ratio(rates["auto"], rates["plain"]),
+        "tokens_per_s": {name: harness.spread(values) for name, values in rates.items()},
+    }
+
+
+def _gpu(num_requests: int, num_rows: float) -> float:
+    """Seconds of a pass of an 8B model in bfloat16 on one H100, by its roofline.
+
+    16 GB of weights at 3.35 TB/s, 16 GFLOP a row at 600 TFLOP/s reached, and launches.
+    """
+    return max(16e9 / 3.35e12, 16e9 * num_rows / 600e12) + 4e-4 + 2e-6 * num_rows
+
+
+def _cpu(num_requests: int, num_rows: float) -> float:
+    """Seconds of a pass where every row costs 3 % of the first."""
+    return 0.035 * (1 + 0.03 * (num_rows - 1))
+
+
+def _simulated(batches: Sequence[int], progress: harness.Progress) -> list[dict[str, Any]]:
+    """Regret by batch and acceptance, and recovery from a change, where the best is known."""
+    cells = []
+    for name, cost in (("roofline", _gpu), ("linear", _cpu)):
+        for batch in batches:
+            progress(f"simulated, {name}, batch {batch}")
+            num_seeds = 3 if batch <= 16 else 1
+            regret = {}
+            for acceptance in _SIM_ACCEPTANCES:
+                steps = [
+                    step
+                    for seed in range(num_seeds)
+                    for step in simulate([acceptance] * _SIM_STEPS, batch, cost, seed)
+                ]
+                rate = sum(s.expected_tokens for s in steps) / sum(s.seconds for s in steps)
+                regret[str(acceptance)] = 1 - rate / steps[0].best_rate
+            before, after, length = _SIM_CHANGE
+            recovery = []
+            for seed in range(num_seeds):
+                steps = simulate([before] * length + [after] * length, batch, cost, seed)
+                shares = [step.share_of_best for step in steps[length:]]
+                recovery.append(
+                    next(
+                        (
+                            index
+                            for index in range(length - _SIM_WINDOW)
+                            if np.mean(shares[index : index + _SIM_WINDOW]) >= 0.97
+                        ),
+                        length,
+                    )
+                )
+            cells.append(
+                {
+                    "what": "simulated",
+                    "cost": name,
+                    "batch": batch,
+                    "regret": regret,
+                    "recovery_steps": statistics.median(recovery),
+                }
+            )
+    return cells
+
+
+def _summary(
+    cells: Sequence[dict[str, Any]],
+    simulated: Sequence[dict[str, Any]],
+    peak: dict[str, Any],
+    profile: Profile,
+) -> dict[str, float | None]:
+    def seconds_of_mix(side: str) -> float:
+        """Time for the same number of tokens of every cell, against plain."""
+        return sum(1 / cell["speedup"][side] for cell in cells)
+
+    fixed = [f"fixed {number}" for number in FIXED]
+    errors = [
+        abs(cell["predicted_speedup"][side] / cell["speedup"][side] - 1)
+        for cell in cells
+        if cell["batch"] == 1
+        for side in cell["speedup"]
+    ]
+    alpha = profile.alpha()
+    return {
+        "min_auto_vs_best_fixed": min(cell["auto_vs_best_fixed"] for cell in cells),
+        "min_auto_vs_plain": min(cell["auto_vs_plain"] for cell in cells),
+        "auto_vs_best_fixed_over_mix": min(seconds_of_mix(side) for side in fixed)
+        / seconds_of_mix("auto"),
+        "sim_regret": max((r for cell in simulated for r in cell["regret"].values()), default=None),
+        "sim_recovery_steps": max((cell["recovery_steps"] for cell in simulated), default=None),
+        "controller_share": max(cell["controller_share"] for cell in cells),
+        "max_prediction_error_b1": max(errors, default=None),
+        "peak_speedup": peak["speedup"],
+        "ceiling": 1 / alpha if alpha > 0 else None,
+    }
+
+
+def _line(cell: dict[str, Any]) -> str:
+    speedups = " ".join(f"{cell['speedup'][f'fixed {n}']:5.2f}" for n in FIXED)
+    return (
+        f"{cell['kind']:10} batch {cell['batch']:2}: fixed {speedups}  auto "
+        f"{cell['auto_vs_plain']:5.2f} ({cell['auto_num_draft_tokens']:.1f} tokens), "
+        f"{cell['auto_vs_best_fixed']:.3f} of the best"
+    )

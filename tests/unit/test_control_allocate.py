@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.control.allocate import allocate
@@ -25,6 +25,7 @@ def forests(draw: st.DrawFn, most: int = 9) -> tuple[np.ndarray, np.ndarray]:
     return np.array(parents, dtype=np.int64), np.array(survival, dtype=np.float64)
 
 
+@settings(deadline=None)
 @given(
     forests(),
     st.lists(st.floats(0.5, 3.0), min_size=10, max_size=10),
@@ -51,6 +52,7 @@ def test_no_choice_that_keeps_parents_is_better(
     assert np.isclose(chosen.expected_tokens, sure_tokens + survival[chosen.is_kept].sum())
 
 
+@settings(deadline=None)
 @given(
     st.lists(ACCEPTANCE, min_size=1, max_size=40),
     st.floats(0.001, 0.5),

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.control.allocate import allocate
@@ -51,6 +51,7 @@ def test_measured_cells_are_exact_whatever_their_shape() -> None:
         )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 16), st.floats(1, 32), st.floats(0, 512))
 def test_between_cells_lines_are_straight(batch: int, per_request: float, context: float) -> None:
     """Where time is linear in rows and context, and the batch was measured, nothing is lost."""
@@ -120,6 +121,7 @@ def test_a_machine_that_is_slower_as_a_whole_decides_the_same(factor: float) -> 
     assert at(the_table, 1, 8) == pytest.approx(factor * truth(1, 8, 0), rel=0.05)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 1e6), max_size=50))
 def test_whatever_it_sees_it_stays_a_time(observed: list[float]) -> None:
     the_table = table()

@@ -62,7 +62,11 @@ _LEAST_GAIN = 0.01
 """What drafting must promise for a request that has not been drafting: no flutter around zero."""
 
 _FIRST_PROBE, _LAST_PROBE = 8, 128
-"""Steps without a draft before one token is tried again; doubled while probes fail."""
+"""Steps without a draft before one token is tried again; doubled while probes bring no news."""
+
+_SURPRISE = 0.3
+"""A probe that is accepted is news where less than this was expected of it. Where drafts are good
+and yet do not pay, as in a full batch, probes must not go on every few steps."""
 
 _YOUNG = 24
 """Verify steps during which the target's own probabilities are worth computing."""
@@ -115,6 +119,7 @@ class _View:
         num_picks: Segments that emit a token whatever is drafted.
         context: Mean tokens of a segment in the cache.
         is_decoding: Whether all segments decode.
+        asked: What was drafted, before trimming: that is what drafting took its time for.
     """
 
     def __init__(self, plan: StepPlan, requests: dict[str, _Request]) -> None:
@@ -127,7 +132,9 @@ class _View:
             note = requests.get(segment.request.request_id)
             if note is None:
                 note = requests[segment.request.request_id] = _Request()
+            note.is_probe = False
             self.notes.append(note)
+        self.asked: DraftBatch | None = None
         self.is_walk = np.array([one.verification == "walk" for one in speculations])
         self.may_trim = self.is_walk & np.array([one.is_auto for one in speculations])
         self.num_rows = sum(segment.num_rows for segment in segments)
@@ -199,6 +206,7 @@ class Controller:
         if self.cost_table is None:
             return drafts
         view = self._view_of(plan)
+        view.asked = drafts
         owners, above, bins = _read(view, drafts)
         survival = survival_of(above, self._acceptance(view, owners, bins))
         on_offer = view.may_trim[owners]
@@ -248,6 +256,7 @@ class Controller:
         is_hit = np.zeros(len(owners), dtype=np.bool_)
         path_owners = np.repeat(np.arange(len(plan.segments)), np.diff(verdict.path_offsets))
         is_hit[drafts.offsets[path_owners] + verdict.path - 1] = True
+        expected = self._acceptance(view, owners, bins)
         values = is_hit.astype(np.float64)
         weights = np.where(above < 0, 1.0, values[np.maximum(above, 0)])
         for index, note in enumerate(view.notes):
@@ -259,11 +268,10 @@ class Controller:
             if nodes.start == nodes.stop:
                 continue
             if note.is_probe:
-                is_good = is_hit[nodes].any()
+                is_news = is_hit[nodes].any() and expected[nodes.start] < _SURPRISE
                 note.probe_after = (
-                    _FIRST_PROBE if is_good else min(2 * note.probe_after, _LAST_PROBE)
+                    _FIRST_PROBE if is_news else min(2 * note.probe_after, _LAST_PROBE)
                 )
-                note.is_probe = False
             if self._says_more(view, index):
                 first = int(target.offsets[index])
                 values[nodes] = _chances(
@@ -274,7 +282,7 @@ class Controller:
                 )
                 own = above[nodes]
                 reached = survival_of(np.where(own < 0, -1, own - nodes.start), values[nodes])
-                weights[nodes] = np.where(own < 0, 1.0, reached[own - nodes.start])
+                weights[nodes] = np.where(own < 0, 1.0, reached[np.maximum(own - nodes.start, 0)])
         for method, rows, chosen in self._by_method(view, owners):
             self._method(method).acceptance.observe_of(
                 rows, bins[chosen], values[chosen], weights[chosen]
@@ -434,9 +442,10 @@ class Controller:
             if index < len(kept) and kept[index]:
                 note.num_idle = 0
                 continue
-            request_id = view.plan.segments[index].request.request_id
-            self._method(view.methods[index]).acceptance.age(request_id)
-            if self._is_probe_due(note):
+            if not note.is_probe:  # else the forecast made it one, and saw to the rest
+                request_id = view.plan.segments[index].request.request_id
+                self._method(view.methods[index]).acceptance.age(request_id)
+            if note.is_probe or self._is_probe_due(note):
                 first = int(drafts.offsets[index])
                 keep[first] = True
                 probed += float(survival[first])
@@ -453,6 +462,7 @@ class Controller:
     def _learn_draft_costs(
         self, view: _View, drafts: DraftBatch, draft_seconds: Mapping[str, float]
     ) -> None:
+        drafts = view.asked or drafts
         for method, seconds in draft_seconds.items():
             found = self._method(method)
             units = 1

@@ -57,10 +57,12 @@ _KEPT_AFTER_ALARM = 0.8
 """What is left of the workload's table after one request's alarm: if all raise it, little is."""
 
 _PULL = 0.01
-"""Of an offset, drawn back to the workload with each trial."""
+"""Of an offset, drawn back to the workload with each trial, before division by the precision: a
+request that has nothing accepted comes to some 0.04, whatever the workload."""
 
-_IDLE_PULL = 0.06
-"""Of an offset, drawn back with each step without a draft: what was believed grows old."""
+_IDLE_PULL = 0.005
+"""Of an offset, drawn back with each step without a draft: what was believed grows old, but slower
+than probes come, or age alone would bring back drafts that were refuted."""
 
 _MOST_OFFSET = 6.0
 _LEAST, _MOST = 0.002, 0.998
@@ -299,7 +301,7 @@ def _observe(
         keep = _KEEP**weight
         offset[1] = _OFFSET_PRECISION + keep * (offset[1] - _OFFSET_PRECISION)
         offset[1] += weight * expected * (1 - expected)
-        offset[0] += weight * ((value - expected) / offset[1] - _PULL * offset[0])
+        offset[0] += weight * (value - expected - _PULL * offset[0]) / offset[1]
         offset[0] = min(max(offset[0], -_MOST_OFFSET), _MOST_OFFSET)
         forget = 1 - weight / _BIN_MEMORY
         hits[kind] = hits[kind] * forget + weight * value

@@ -150,6 +150,10 @@ class TableModel:
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = torch.from_numpy(table.astype(np.float32))
+        self.config = SimpleNamespace(to_dict=lambda: {"model_type": "table"})
+
+    def get_input_embeddings(self) -> Any:
+        return SimpleNamespace(weight=self.table)
 
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         return SimpleNamespace(logits=self.table[input_ids])

@@ -87,7 +87,10 @@ def test_a_long_neighbour_does_not_stop_others_from_drafting(target, texts) -> N
     whole.append(prompt_of(60) + texts[60].ids)
     the_engine = engine(target, {"right": ScriptDrafter("right", whole)})
     ended = run_to_end(
-        the_engine, [prompt_of(60), *short], [SAMPLING] + [sampling] * 3, SpeculationParams("right", 8)
+        the_engine,
+        [prompt_of(60), *short],
+        [SAMPLING] + [sampling] * 3,
+        SpeculationParams("right", 8),
     )
     assert ended[0].ids == texts[60].ids
     for one, other in zip(ended[1:], plain, strict=True):

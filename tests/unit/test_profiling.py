@@ -72,9 +72,8 @@ def test_spread_is_half_the_quartiles_distance() -> None:
 
 def test_measuring_leaves_the_engine_as_it_was() -> None:
     target = family_target("llama")
-    plain = run(
-        engine(target), [[5, 6, 7]], SamplingParams(max_tokens=9), SpeculationParams("none")
-    )
+    speculation = SpeculationParams("none")
+    plain = run(engine(target), [[5, 6, 7]], SamplingParams(max_tokens=9), speculation)
     the_engine = engine(target)
     cells = quick_passes(the_engine.runner, the_engine.cache)
     assert {1, 2, 3, 5, 9, 17, 32} >= {c.num_rows for c in cells if c.num_requests == 1}

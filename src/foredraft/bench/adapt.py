@@ -21,17 +21,15 @@ from foredraft.bench.simulate import simulate
 from foredraft.engine.engine import Engine
 from foredraft.engine.llm import LLM
 from foredraft.engine.profiling import known_profile, measure_profile
+from foredraft.engine.request_state import RequestState
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import Profile
 from foredraft.registry import PLAIN
 
 BATCHES = (1, 2, 4, 8, 16)
 FIXED = (1, 2, 4, 8, 16)
-_NUM_TOKENS = 64
+_NUM_TOKENS = 48
 _NUM_LOOP_TOKENS = 160
-_ROOM = 16
-"""The fastest request may emit so many times its share before it would end."""
-
 _SIDES: dict[str, SpeculationParams] = {
     "plain": SpeculationParams(PLAIN, 0),
     **{f"fixed {n}": SpeculationParams("ngram", n) for n in FIXED},
@@ -83,6 +81,8 @@ def run(
             profile = measure_profile(llm.engine, lambda text, share: progress(f"profile, {text}"))
         clock = _watch(llm.engine)
         cells: list[dict[str, Any]] = []
+        progress("warming up")
+        _decode(llm, clock, workloads.prompts_of("copy", 2), _SIDES["auto"], num_tokens)
         for kind in kinds:
             for batch in batches:
                 cells.append(_cell(llm, profile, clock, kind, batch, rounds, num_tokens, progress))
@@ -129,34 +129,45 @@ def _decode(
     speculation: SpeculationParams,
     num_tokens: int,
 ) -> _Run:
-    """Decode until the batch has emitted ``num_tokens`` a request, all of it still running.
+    """Decode under steady traffic: who has ``num_tokens`` leaves, and the next prompt comes.
 
-    Nobody ends before, so the batch keeps its size, as under steady traffic: a fast request does
-    not leave the slow ones to a smaller batch.
+    So the batch keeps its size, and a fast request neither leaves the slow ones to a smaller batch
+    nor goes on into a text that the others never reach. Steps with prompts in them are run but not
+    counted. It ends when the counted steps have emitted ``num_tokens`` a request.
     """
     engine = llm.engine
-    sampling = SamplingParams(max_tokens=_ROOM * num_tokens, ignore_eos=True)
-    names = [engine.add(llm.encode(prompt), sampling, speculation) for prompt in prompts]
-    states = [engine.request_state(name) for name in names]
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    ids = [llm.encode(prompt) for prompt in prompts]
+    states: list[RequestState] = []
+
+    def add() -> None:
+        name = engine.add(ids[len(states) % len(ids)], sampling, speculation)
+        states.append(engine.request_state(name))
+
+    for _ in prompts:
+        add()
     seconds = deciding = 0.0
     steps: list[tuple[int, int, int]] = []
     num_emitted = 0
     while num_emitted < num_tokens * len(prompts):
         before = watch.seconds
-        engine.step()
+        deltas = engine.step()
         step = engine.last_step
-        if step is not None and step.num_decoding == step.num_segments:
+        if step is not None and step.num_decoding == step.num_segments == len(prompts):
             seconds += step.total_s
             deciding += watch.seconds - before
             steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
             num_emitted += step.num_tokens
-    for name in names:
-        engine.abort(name)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                add()
+    for state in states:
+        engine.abort(state.request.request_id)
     foreseen_s = sum(state.stats.predicted_s for state in states)
     plain_s = sum(state.stats.expected_plain_s for state in states)
     return _Run(
         sum(num for _, _, num in steps) / seconds,
-        [tuple(state.output_ids.tolist()) for state in states],
+        [tuple(state.output_ids.tolist()) for state in states[: len(prompts)]],
         steps,
         deciding / seconds,
         plain_s / foreseen_s if foreseen_s else None,
@@ -185,6 +196,7 @@ def _cell(
     rates = harness.interleave(
         {name: functools.partial(side, name) for name in _SIDES},
         rounds,
+        warmups=0,
         tell=lambda text: progress(f"{kind}, batch {batch}, {text}"),
     )
     fixed = {name: values for name, values in rates.items() if name.startswith("fixed")}
@@ -205,7 +217,7 @@ def _cell(
         / sum(r for _, r, _ in auto.steps),
         "predicted_speedup": {name: _predicted(profile, runs[name][-1].steps) for name in _SIDES},
         "foreseen_speedup": auto.foreseen,
-        "controller_share": statistics.median(r.controller_share for r in runs["auto"][1:]),
+        "controller_share": statistics.median(r.controller_share for r in runs["auto"]),
         "same_text_as_plain": {
             name: statistics.mean(
                 all(a == b for a, b in zip(ours, theirs, strict=False))

@@ -55,7 +55,7 @@ MAX_AUTO_NODES = 31
 """Most draft nodes that ``auto`` gives a request: with the root, 32 rows, up to which bfloat16
 products were seen to give each row the same bits in any company."""
 
-_NEGLIGIBLE = 0.005
+_NEGLIGIBLE = 0.02
 """A draft that costs less than this share of a step is free."""
 
 _LEAST_GAIN = 0.01
@@ -181,7 +181,7 @@ class Controller:
         for method in set(view.methods):
             self._method(method).num_steps += 1
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
-        is_free = {method: self._is_free(method) for method in set(view.methods) - {PLAIN}}
+        is_free = {method: self._is_free(method, view) for method in set(view.methods) - {PLAIN}}
         forecast: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):
             room = _room(segment)
@@ -358,13 +358,14 @@ class Controller:
             _LOG.info("method %r is tried again", method)
         return not found.off_until
 
-    def _is_free(self, method: str) -> bool:
-        """Whether drafting costs next to nothing beside a step."""
+    def _is_free(self, method: str, view: _View) -> bool:
+        """Whether drafting for all its requests costs next to nothing beside this step."""
         found = self._method(method)
         if self.cost_table is None or found.unit_seconds is None:
             return self._traits(method).cost == "once"
-        step = float(self.cost_table.seconds(1, np.ones(1), 0.0)[0])
-        return found.unit_seconds < _NEGLIGIBLE * step
+        num_requests = len(view.methods)
+        step = self.cost_table.seconds(num_requests, np.array([float(num_requests)]), view.context)
+        return found.unit_seconds < _NEGLIGIBLE * float(step[0])
 
     def _check_health(self, method: str) -> None:
         """Switch a dead method off for a while; say so, and say when it is back."""

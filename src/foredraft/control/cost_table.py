@@ -18,7 +18,10 @@ from foredraft.plan.profile import PassTime
 from foredraft.sampling.processors import Float64Array
 
 _MEMORY = 1 / 64
-"""Weight of one step in the running means."""
+"""Weight of one step in a running mean; more while the mean is young."""
+
+_FIRST = 8.0
+"""A mean starts as if so many steps had agreed with the table."""
 
 _MOST_SURPRISE = 0.25
 """A step's logarithmic error counts at most this much: one hiccup must not move the table."""
@@ -58,7 +61,9 @@ class CostTable:
             for batch in self._batches
         }
         self._factor = 0.0
+        self._num_observed = _FIRST
         self._corrections = np.zeros((_NUM_KINDS, _NUM_KINDS))
+        self._counts = np.full((_NUM_KINDS, _NUM_KINDS), _FIRST)
 
     def seconds(self, num_requests: int, num_rows: Float64Array, context: float) -> Float64Array:
         """Expected seconds of passes over one batch, float64 like ``num_rows``.
@@ -87,11 +92,16 @@ class CostTable:
             return
         surprise = math.log(seconds / expected)
         surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
-        key = (_kind(num_requests), _kind(num_rows / num_requests))
         # Shared equally: what recurs in every kind of pass ends in the factor, the rest here.
-        self._factor += surprise * _MEMORY
-        new = self._corrections[key] + surprise * _MEMORY
-        self._corrections[key] = max(-_MOST_CORRECTION, min(_MOST_CORRECTION, new))
+        self._factor += surprise * max(_MEMORY, 1 / self._num_observed) / 2
+        self._num_observed += 1
+        place = min(2 * math.log2(max(num_rows / num_requests, 1.0)), _NUM_KINDS - 2.0)
+        batch, low = _kind(num_requests), int(place)
+        for kind, weight in ((low, 1 - (place - low)), (low + 1, place - low)):
+            gain = weight * max(_MEMORY, 1 / self._counts[batch, kind])
+            new = self._corrections[batch, kind] + surprise * gain
+            self._corrections[batch, kind] = max(-_MOST_CORRECTION, min(_MOST_CORRECTION, new))
+            self._counts[batch, kind] += weight
 
     def _add(
         self,
@@ -150,7 +160,10 @@ def _add_line(
 def _correct(
     out: Float64Array, per_request: Float64Array, corrections: Float64Array, factor: float
 ) -> None:
-    """Apply what was learnt, by kind of pass."""
+    """Apply what was learnt, between the two nearest kinds of pass."""
     for index in range(out.size):
-        kind = min(int(2 * np.log2(max(per_request[index], 1.0))), _NUM_KINDS - 1)
-        out[index] *= np.exp(factor + corrections[kind])
+        place = min(2 * np.log2(max(per_request[index], 1.0)), _NUM_KINDS - 2.0)
+        kind = int(place)
+        share = place - kind
+        learnt = (1 - share) * corrections[kind] + share * corrections[kind + 1]
+        out[index] *= np.exp(factor + learnt)

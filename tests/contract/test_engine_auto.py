@@ -93,7 +93,8 @@ def test_scripted_drafts_do_not_reach_the_text(
     for _ in range(2):  # the second time the controller knows the drafter
         ended = run_to_end(the_engine, PROMPTS, samplings(temperature), speculation)
         assert [one.ids for one in ended] == plain[temperature]
-    assert (accepted(ended) > 0) == (kind in ("right", "half")) or kind == "random"
+    if kind in ("right", "wrong"):  # of the others, trees that are cut may lose what was right
+        assert (accepted(ended) > 0) == (kind == "right")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

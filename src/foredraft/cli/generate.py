@@ -41,7 +41,8 @@ Examples:
 num_prompt_tokens, num_tokens, finish_reason, seed, tokens_per_s,
 decode_tokens_per_s, acceptance_length, acceptance_rate,
 acceptance_by_position, num_verify_steps, num_drafts, num_draft_tokens,
-num_accepted_tokens and time_s (draft, target, verify, host); with
+num_accepted_tokens, num_wasted_tokens, estimated_speedup,
+predicted_speedup and time_s (draft, target, verify, host); with
 --compare also plain_tokens_per_s, speedup, same_text,
 is_lossless_up_to_near_ties and worst_near_tie_ulps (null where there was
 nothing to check). A prompt that failed gives an object with the key error

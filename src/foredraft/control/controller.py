@@ -55,6 +55,10 @@ MAX_AUTO_NODES = 31
 """Most draft nodes that ``auto`` gives a request: with the root, 32 rows, up to which bfloat16
 products were seen to give each row the same bits in any company."""
 
+_MOST_ROWS, _LEAST_MOST = 128, 4
+"""In a batch, attention pads requests to the longest draft among them, so that one long draft is
+paid for by all: together they may have so many nodes, and each at least so many."""
+
 _NEGLIGIBLE = 0.02
 """A draft that costs less than this share of a step is free."""
 
@@ -181,6 +185,7 @@ class Controller:
         for method in set(view.methods):
             self._method(method).num_steps += 1
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
+        most = max(_LEAST_MOST, min(MAX_AUTO_NODES, _MOST_ROWS // len(plan.segments)))
         is_free = {method: self._is_free(method, view) for method in set(view.methods) - {PLAIN}}
         forecast: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):
@@ -191,7 +196,7 @@ class Controller:
             if not speculation.is_auto:
                 nodes[index] = min(int(speculation.num_speculative_tokens), room)
             elif self.cost_table is not None and self._is_on(speculation.method):
-                nodes[index] = min(room, MAX_AUTO_NODES)
+                nodes[index] = min(room, most)
                 if not (view.is_walk[index] and is_free[speculation.method]):
                     forecast.setdefault(speculation.method, []).append(index)
         for method, indices in forecast.items():

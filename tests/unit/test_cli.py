@@ -143,7 +143,7 @@ def test_chat(run: Run, llm: LLM, folder: Path) -> None:
 
 
 def test_method(run: Run, singer: Path) -> None:
-    assert _result(run, "--model", singer, PROMPT, *SHORT)["num_drafts"] > 3
+    assert _result(run, "--model", singer, PROMPT, *SHORT)["num_drafts"] > 0
     plain = _result(run, "--model", singer, PROMPT, *SHORT, "--method", "none")
     assert plain["num_drafts"] == plain["num_draft_tokens"] == 0
     assert plain["num_verify_steps"] == plain["num_tokens"] - 1
@@ -781,13 +781,8 @@ def test_ctrl_c_ends_it_without_a_traceback(endless: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert "do re mi fa do" in process.stdout.read(2000)
-        for _ in range(3):  # one that meets a finaliser is lost, and pressed again
-            process.send_signal(signal.SIGINT)
-            try:
-                rest, err = process.communicate(timeout=20)
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "stopped\n" and rest.endswith("\n")
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import statistics
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -287,18 +292,49 @@ def _stream(
     output = None
     has_text = False
     try:
-        for chunk in llm.stream(prompt, sampling, speculation):
-            if screen is not None:
-                for text, is_draft in chunk.pieces:
-                    screen.text(text, is_draft)
-                    has_text = True
-            output = chunk.output
+        with _between_steps() as check:
+            for chunk in llm.stream(prompt, sampling, speculation):
+                if screen is not None:
+                    for text, is_draft in chunk.pieces:
+                        screen.text(text, is_draft)
+                        has_text = True
+                output = chunk.output
+                check()
     finally:  # whatever comes next, an error too, begins on a line of its own
         if screen is not None and has_text:
             screen.line()
     if output is None or output.finish_reason == "error":
         raise ForedraftError(output.error if output is not None and output.error else "no output")
     return output
+
+
+@contextmanager
+def _between_steps() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C wait for the end of a step; what is yielded raises it there. A second one is rude.
+
+    Raised anywhere, it could meet compiled code or a finaliser, and be lost or turned into another
+    error.
+    """
+    is_asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked:
+            raise KeyboardInterrupt
+        is_asked = True
+
+    def check() -> None:
+        if is_asked:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals do not come here
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _compare(

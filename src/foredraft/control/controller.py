@@ -55,9 +55,12 @@ MAX_AUTO_NODES = 31
 """Most draft nodes that ``auto`` gives a request: with the root, 32 rows, up to which bfloat16
 products were seen to give each row the same bits in any company."""
 
-_MOST_ROWS, _LEAST_MOST = 128, 4
-"""In a batch, attention pads requests to the longest draft among them, so that one long draft is
-paid for by all: together they may have so many nodes, and each at least so many."""
+CPU_BATCH_NODES = 128
+"""Most nodes over a batch on a CPU. There attention pads requests to the longest draft among them,
+so that one long draft is paid for by all."""
+
+_LEAST_MOST = 4
+"""However large the batch, a request may have so many nodes."""
 
 _NEGLIGIBLE = 0.02
 """A draft that costs less than this share of a step is free."""
@@ -163,13 +166,18 @@ class Controller:
 
     Args:
         traits: Says of a method what :class:`MethodTraits` holds.
+        batch_nodes: Most nodes that ``auto`` gives to a batch, shared evenly; ``None`` sets no
+            limit but the costs.
     """
 
-    def __init__(self, traits: Callable[[str], MethodTraits]) -> None:
+    def __init__(
+        self, traits: Callable[[str], MethodTraits], batch_nodes: int | None = None
+    ) -> None:
         """Know nothing yet; the first request with ``auto`` brings the cost table."""
         self.cost_table: CostTable | None = None
         self.last: Allocation | None = None
         self._traits = traits
+        self._batch_nodes = batch_nodes
         self._methods: dict[str, _Method] = {}
         self._requests: dict[str, _Request] = {}
         self._view: _View | None = None
@@ -185,7 +193,9 @@ class Controller:
         for method in set(view.methods):
             self._method(method).num_steps += 1
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
-        most = max(_LEAST_MOST, min(MAX_AUTO_NODES, _MOST_ROWS // len(plan.segments)))
+        most = MAX_AUTO_NODES
+        if self._batch_nodes is not None:
+            most = max(_LEAST_MOST, min(most, self._batch_nodes // len(plan.segments)))
         is_free = {method: self._is_free(method, view) for method in set(view.methods) - {PLAIN}}
         forecast: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):

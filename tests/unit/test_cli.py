@@ -444,6 +444,7 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["bench", "decode", "--rounds", "0"], "rounds is 0"),
     (["bench", "decode", "--model", "/no/such"], "no file or folder"),
     (["bench", "decode", "--out", "/no/such/file.json"], "no folder /no/such"),
+    (["bench", "decode", "--out", "/"], "--out is /, that is a folder"),
 ]
 
 

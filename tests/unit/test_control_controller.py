@@ -418,7 +418,8 @@ def test_a_target_that_is_young_teaches_by_its_probabilities() -> None:
         target = TargetOutput(logits[:3], rows, {}, rows)
         controller.observe(plan, drafts, target, verdict, 1.0, {"m": 1e-9})
     # Neither was accepted, yet what is believed is the chance of each: 0.4, then 0.3.
-    share = controller.num_now("m")
+    table = controller._methods["m"].acceptance
+    share = table.num_hits / table.num_trials
     assert share == pytest.approx((0.4 + 0.4 * 0.3) / 1.4, abs=0.01)
 
 
@@ -430,4 +431,3 @@ def test_what_is_forgotten_starts_anew() -> None:
     world.controller.forget("bad", "m")
     world.controller.forget("nobody", "x")
     assert world.step([segment("bad")], 0.8)[0] > 0
-    assert Controller(lambda method: MethodTraits()).num_now("m") is None

@@ -12,8 +12,10 @@ from foredraft.control.estimator import (
     NUM_LEVELS,
     AcceptanceTable,
     bins_of,
+    read_nodes,
     survival_of,
 )
+from foredraft.tree.tree import depths as tree_depths
 from foredraft.types import Int64Array
 
 FIRST = np.array([0])
@@ -69,6 +71,38 @@ def test_kinds_go_by_confidence_where_there_is_one(confidence: list[float]) -> N
         else:
             first = NUM_DEPTHS + NUM_LEVELS * (node % 2)
             assert first <= kinds[node] < first + NUM_LEVELS
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_batch_is_read_as_its_plain_twin_says(data: st.DataObject) -> None:
+    """Several trees at once, some under a classical rule, with and without confidence."""
+    sizes = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=5))
+    trees = [[data.draw(st.integers(0, node)) for node in range(size)] for size in sizes]
+    count = sum(sizes)
+    sure = data.draw(
+        st.lists(
+            st.one_of(st.floats(0, 1, exclude_max=True), st.just(float("nan"))),
+            min_size=count,
+            max_size=count,
+        )
+    )
+    confidence = np.array(sure, dtype=np.float64)
+    if data.draw(st.booleans()):
+        confidence = np.empty(0)
+    is_walk = np.array(data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes))))
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    parents = np.array([row for one in trees for row in one], dtype=np.int64)
+    owners, above, kinds = read_nodes(parents, offsets, confidence, is_walk)
+    for segment, one in enumerate(trees):
+        first, end = offsets[segment], offsets[segment + 1]
+        assert owners[first:end].tolist() == [segment] * len(one)
+        assert above[first:end].tolist() == [first + row - 1 if row else -1 for row in one]
+        depths = tree_depths(np.array(one, dtype=np.int64))[1:]
+        ranks = np.array([min(one[:node].count(row), 1) for node, row in enumerate(one)])
+        own = confidence[first:end] if len(confidence) and is_walk[segment] else None
+        expected = bins_of(depths, ranks.astype(np.int64), own)
+        assert kinds[first:end].tolist() == expected.tolist()
 
 
 def test_the_surer_the_higher_the_kind() -> None:

@@ -196,7 +196,8 @@ def test_on_the_command_line(run_it: Run, folder: Path, cache: Path, tmp_path: P
     ("arguments", "words"),
     [
         (("--seconds", 0), "seconds is 0"),
-        (("--out", "/no/such/folder/p.json"), "folder does not exist"),
+        (("--out", "/no/such/folder/p.json"), "there is no folder /no/such/folder"),
+        (("--out", "/"), "that is a folder"),
         (("/no/such/model",), "/no/such/model"),
     ],
 )
@@ -221,7 +222,19 @@ def test_a_trace_is_what_happened(run_it: Run, tmp_path: Path, cache: Path) -> N
         assert sum(drafted for drafted, _ in one.steps) == result["num_draft_tokens"]
         assert sum(accepted for _, accepted in one.steps) == result["num_accepted_tokens"] > 20
     code, _, err = run_it(*arguments, "--trace", "/no/such/folder/t.jsonl")
-    assert code == 2 and "folder does not exist" in err
+    assert code == 2 and "there is no folder" in err
+    code, _, err = run_it(*arguments, "--trace", tmp_path)
+    assert code == 2 and "that is a folder" in err and err.count("\n") == 1
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing(
+    run_it: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
+    code, out, err = run_it("profile", folder, "--seconds", 1)
+    assert code == 0 and "1.2 to 1.5 is usual" in out and "kept in" not in out
+    assert "cannot be kept" in err and err.count("\n") == 1
 
 
 def test_figures_of_a_run(folder: Path, cache: Path) -> None:

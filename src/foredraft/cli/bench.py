@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from foredraft.cli.files import check_output
 from foredraft.errors import InvalidRequestError
 from foredraft.model.source import find_source
 
@@ -29,10 +30,7 @@ def bench(
     if rounds < 1:
         raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
     find_source(model)
-    if out is not None and not out.parent.is_dir():
-        raise InvalidRequestError(
-            f"--out is {out}, but there is no folder {out.parent}; make it, or choose another file."
-        )
+    check_output("--out", out)
     import importlib
 
     report = importlib.import_module(f"foredraft.bench.{name}").run(model, rounds)

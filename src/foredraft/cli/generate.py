@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.files import check_output
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.screen import Screen
 from foredraft.config import EngineConfig
@@ -152,8 +153,7 @@ def generate(
     if method != PLAIN and method not in METHODS:
         drafter_class(method)
     num_rounds = _check_rounds(rounds, compare)
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise InvalidRequestError(f"trace is {trace}, but its folder does not exist; make it.")
+    check_output("--trace", trace)
     config = EngineConfig(model, dtype, device, max_model_len=max_model_len)
     find_source(config.model)
     every = read_prompts(prompts or [], prompt_file or [], chat)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foredraft.cli.files import check_output
 from foredraft.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -56,8 +57,7 @@ def profile(
 
     if not 1 <= seconds <= 3600:
         raise InvalidRequestError(f"seconds is {seconds}; allowed is a number from 1 to 3600.")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise InvalidRequestError(f"out is {out}, but its folder does not exist; make it first.")
+    check_output("--out", out)
     config = EngineConfig(model, dtype, device)
     find_source(config.model)
     screen = Screen()
@@ -69,10 +69,9 @@ def profile(
         return
     for line in _lines(found):
         screen.line(line)
-    screen.line(
-        f"{'kept in' if is_new else 'measured before (--again measures anew); kept in'} {path}",
-        is_dim=True,
-    )
+    if path is not None:
+        before = "" if is_new else "measured before (--again measures anew); "
+        screen.line(f"{before}kept in {path}", is_dim=True)
 
 
 profile.__doc__ = f"{profile.__doc__}\n{_EXAMPLES}"
@@ -80,8 +79,8 @@ profile.__doc__ = f"{profile.__doc__}\n{_EXAMPLES}"
 
 def _profile(
     config: EngineConfig, seconds: float, again: bool, screen: Screen
-) -> tuple[Profile, Path, bool]:
-    """Return the profile, where it is kept, and whether it was measured now."""
+) -> tuple[Profile, Path | None, bool]:
+    """Return the profile, where it is kept, if it could be, and whether it was measured now."""
     with screen.status("Importing PyTorch and Transformers") as status:
         from foredraft.engine.engine import Engine
         from foredraft.engine.profiling import known_profile, measure_profile
@@ -95,9 +94,13 @@ def _profile(
     if found is None:
         with screen.progress("Measuring") as tell:
             found = measure_profile(engine, tell, seconds)
-    path = profile_path(found.model_hash, found.dtype, identity(machine()))
-    if is_new:
-        found.save(path)
+    path: Path | None = profile_path(found.model_hash, found.dtype, identity(machine()))
+    if is_new and path is not None:
+        try:
+            found.save(path)
+        except OSError as error:  # what was measured is shown all the same
+            screen.notice(f"The profile cannot be kept in {path} ({error.strerror}).")
+            path = None
     return found, path, is_new
 
 

@@ -311,13 +311,6 @@ class Controller:
         if method in self._methods:
             self._methods[method].acceptance.forget(request_id)
 
-    def num_now(self, method: str) -> float | None:
-        """Discounted share of a method's trials that were accepted; ``None`` before the first."""
-        found = self._methods.get(method)
-        if found is None or not found.acceptance.num_trials:
-            return None
-        return found.acceptance.num_hits / found.acceptance.num_trials
-
     def _view_of(self, plan: StepPlan) -> _View:
         if self._view is None or self._view.plan is not plan:
             self._view = _View(plan, self._requests)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foredraft.engine.commit import _keep_path
+from foredraft.model import packing
 from foredraft.model.kv_cache import ContiguousKVCache
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
@@ -100,6 +105,47 @@ _CASES = [(f, torch.float32) for f in FAMILIES] + [
 @pytest.mark.parametrize(("family", "dtype"), _CASES)
 @torch.inference_mode()
 def test_logits_and_cache_equal_a_fresh_prefill(family: str, dtype: torch.dtype) -> None:
+    _check_family(family, dtype)
+
+
+@pytest.mark.parametrize("call_cost", [0, 200, 1 << 40])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@torch.inference_mode()
+def test_however_requests_share_attention_calls(
+    family: str, call_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many calls as shapes, some, one for all that lie side by side."""
+    monkeypatch.setattr(packing, "_CALL_COST", call_cost)
+    _check_family(family, torch.float32)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 400)), min_size=1, max_size=7),
+    st.sampled_from([0, 50, 1000, 1 << 40]),
+)
+def test_groups_are_the_cheapest(shapes: list[tuple[int, int]], call_cost: int) -> None:
+    def cost(ends: list[int]) -> int:
+        total, begin = 0, 0
+        for end in ends:
+            group = shapes[begin:end]
+            most_rows, most_keys = (max(shape[i] for shape in group) for i in (0, 1))
+            total += len(group) * most_rows * most_keys + call_cost
+            begin = end
+        return total
+
+    inner = range(1, len(shapes))
+    every = [
+        [*cuts, len(shapes)]
+        for count in range(len(shapes))
+        for cuts in itertools.combinations(inner, count)
+    ]
+    rows, keys = (np.array(column) for column in zip(*shapes, strict=True))
+    found = packing._split(rows, keys, call_cost).tolist()
+    assert found in every and cost(found) == min(map(cost, every))
+
+
+def _check_family(family: str, dtype: torch.dtype) -> None:
     """Chunks, decode rows and trees of four ragged requests in one pass, commit after commit."""
     rng = np.random.default_rng(7)
     limit = LOGIT_TOLERANCE[dtype]

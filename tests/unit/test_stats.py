@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.stats import RequestStats
+from foredraft.stats import EngineStats, RequestStats
 from foredraft.types import StepStats
 
 
@@ -118,3 +118,36 @@ def test_rates_per_second() -> None:
         total.add(stats)
     assert total.tokens_per_s == 7.0
     assert total.decode_tokens_per_s == 10.0  # the first token of each is left out
+
+
+def test_speedups_follow_from_forecasts() -> None:
+    """Two requests: 6 tokens in 4 s where a plain step takes 3 s; 5 tokens were expected."""
+    step = StepStats(0.5, 3.0, 0.2, 0.3, 12, 2, 2, 10, 4, 6, 5.0, 3.5, 3.0)
+    stats = RequestStats()
+    assert stats.estimated_speedup is None and stats.predicted_speedup is None
+    stats.record_forecast(step, 4)
+    assert stats.estimated_speedup == pytest.approx(4 * 3.0 / 4.0)
+    assert stats.predicted_speedup == pytest.approx(5 / 2 * 3.0 / 3.5)
+    stats.record_forecast(dataclasses.replace(step, plain_s=None), 4)
+    assert stats.estimated_speedup == pytest.approx(3.0)  # a step without a forecast says nothing
+
+
+def test_what_an_engine_counts() -> None:
+    step = StepStats(0.5, 3.0, 0.2, 0.3, 12, 2, 2, 10, 4, 6, 5.0, 3.5, 3.0)
+    live = EngineStats()
+    assert live.recent_speedup is None and live.recent_predicted_speedup is None
+    for _ in range(300):
+        live.record(step)
+    assert (live.num_steps, live.num_tokens) == (300, 1800)
+    assert live.spec_decode_num_drafts == 300
+    assert (live.spec_decode_num_draft_tokens, live.spec_decode_num_accepted_tokens) == (3000, 1200)
+    assert live.num_wasted_tokens == 1800
+    assert (live.draft_s, live.target_s) == pytest.approx((150, 900))
+    assert (live.verify_s, live.host_s) == pytest.approx((60, 90))
+    assert live.recent_num_draft_tokens == pytest.approx(5, rel=1e-3)
+    assert live.recent_tokens_per_s == pytest.approx(6 / 4)
+    assert live.recent_plain_tokens_per_s == pytest.approx(2 / 3)
+    assert live.recent_speedup == pytest.approx(6 / 4 / (2 / 3))
+    assert live.recent_predicted_speedup == pytest.approx(5 / 3.5 / (2 / 3))
+    live.record(dataclasses.replace(step, num_decoding=1))  # a prompt among them: counted only
+    assert live.num_steps == 301 and live.recent_tokens_per_s == pytest.approx(6 / 4)

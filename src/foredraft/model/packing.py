@@ -197,7 +197,7 @@ class PackedPass:
             segments = [self._plan.segments[i] for i in run]
             rows = [1 + len(self._trees[i]) for i in run]
             keys = [s.start + n for s, n in zip(segments, rows, strict=True)]
-            ends = [len(run)] if len(run) == 1 else _split(np.array(rows), np.array(keys)).tolist()
+            ends = _split(np.array(rows), np.array(keys), _CALL_COST).tolist()
             begin = 0
             for end in ends:
                 groups.append(
@@ -328,7 +328,7 @@ def _no_window(window: int | None) -> int:
 
 
 @numba.njit(cache=True)
-def _split(num_rows, num_keys):
+def _split(num_rows, num_keys, call_cost):
     """Ends of the groups that cost least: each is padded to its most rows and most keys."""
     size = num_rows.size
     best = np.full(size + 1, np.inf)
@@ -339,7 +339,7 @@ def _split(num_rows, num_keys):
         for begin in range(end - 1, -1, -1):
             most_rows = max(most_rows, num_rows[begin])
             most_keys = max(most_keys, num_keys[begin])
-            cost = best[begin] + (end - begin) * most_rows * most_keys + _CALL_COST
+            cost = best[begin] + (end - begin) * most_rows * most_keys + call_cost
             if cost < best[end]:
                 best[end] = cost
                 begins[end] = begin

@@ -14,7 +14,14 @@ import pytest
 from foredraft import LLM, SamplingParams, SpeculationParams
 from foredraft.cli.main import main
 from foredraft.engine import profiling
-from foredraft.engine.measure import prepared_requests, quick_passes, spread, time_rows
+from foredraft.engine.measure import (
+    bends,
+    prepared_requests,
+    quick_passes,
+    rows_to_measure,
+    spread,
+    time_rows,
+)
 from foredraft.errors import ProfileError
 from foredraft.model.machine import identity, machine, model_hash
 from foredraft.plan.profile import Profile, load_profile, profile_path
@@ -49,20 +56,38 @@ def run_it(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     logging.getLogger("foredraft").setLevel(logging.NOTSET)
 
 
-def test_rows_are_timed_in_turn_after_a_warm_up() -> None:
+def test_rows_are_timed_in_a_row_after_a_warm_up() -> None:
     asked: list[int] = []
 
     def seconds(rows: int) -> float:
         asked.append(rows)
         return float(len(asked))
 
-    assert time_rows(seconds, [1, 5], 2) == {1: [3.0, 5.0], 5: [4.0, 6.0]}
-    assert asked == [1, 5] * 3
+    assert time_rows(seconds, [1, 5], 2) == {1: [2.0, 3.0], 5: [5.0, 6.0]}
+    assert asked == [1] * 3 + [5] * 3
     # However late it is, each is timed once.
     assert {rows: len(v) for rows, v in time_rows(seconds, [1, 5], 3, lambda: True).items()} == {
         1: 1,
         5: 1,
     }
+
+
+def test_a_bend_is_looked_into_where_two_lines_meet() -> None:
+    """Flat up to 179 rows and rising beyond: one more number of rows is asked for, close to it."""
+    cost = {rows: max(5.0, 0.028 * rows) for rows in (128, 129, 192, 256, 384)}
+    (found,) = bends(cost)
+    assert abs(found - 179) <= 1
+    assert bends({rows: 5 + 0.02 * rows for rows in (1, 2, 3, 5, 9, 17)}) == []
+    assert bends({1: 1.0, 2: 2.0}) == [] and bends({1: 1.0}) == []
+    # A step up (a tile of the matrix products more) is no bend between its ends.
+    assert bends({16: 1.0, 17: 1.1, 24: 1.11, 32: 1.12}) == []
+    # Neighbouring numbers leave nothing between them.
+    assert bends({1: 1.0, 2: 1.5, 3: 9.0}) == []
+
+
+def test_rows_to_measure_hold_the_first_draft_node() -> None:
+    assert rows_to_measure(1, (1, 2, 5)) == [1, 2, 5]
+    assert rows_to_measure(16, (1, 2, 5)) == [16, 17, 24, 32, 80]
 
 
 def test_spread_is_half_the_quartiles_distance() -> None:

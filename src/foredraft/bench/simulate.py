@@ -18,6 +18,7 @@ from foredraft.control.controller import MAX_AUTO_NODES, Controller, MethodTrait
 from foredraft.control.cost_table import CostTable
 from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.synthetic import SyntheticConfig, SyntheticDrafter
+from foredraft.engine.measure import bends, rows_to_measure
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import PassTime
 from foredraft.types import (
@@ -33,6 +34,8 @@ from foredraft.types import (
 Cost = Callable[[int, float], float]
 """Seconds of a pass, from the number of requests and of rows."""
 
+_ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 32)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _VOCAB = 50_000
 _PROMPT_LEN = 8
 _NO_LOGITS = torch.empty(0)
@@ -80,17 +83,7 @@ def simulate(
     """
     rng = np.random.default_rng(seed)
     controller = Controller(lambda method: MethodTraits(sees_noise=True))
-    controller.cost_table = CostTable(
-        PassTime(
-            batch,
-            batch * (1 + nodes),
-            0,
-            cost(batch, batch * (1.0 + nodes)) * float(np.exp(noise / 2 * rng.normal())),
-            noise,
-        )
-        for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-        for nodes in (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 31)
-    )
+    controller.cost_table = CostTable(_measured(cost, noise, rng))
     context = DrafterContext(_VOCAB, 1 << 20)
     drafters = {
         chance: SyntheticDrafter(SyntheticConfig(chance), context) for chance in set(acceptance)
@@ -119,6 +112,21 @@ def simulate(
         target = TargetOutput(_NO_LOGITS, num_rows, {}, num_rows)
         controller.observe(plan, drafts, target, verdict, seconds, {"synthetic": 1e-9})
     return steps
+
+
+def _measured(cost: Cost, noise: float, rng: np.random.Generator) -> list[PassTime]:
+    """What a profile would find: the same rows, and medians with noise."""
+
+    def measure(batch: int, rows: Sequence[int]) -> dict[int, float]:
+        errors = np.exp(noise / 2 * rng.normal(size=len(rows)))
+        return {n: cost(batch, float(n)) * float(e) for n, e in zip(rows, errors, strict=True)}
+
+    cells = []
+    for batch in _BATCHES:
+        times = measure(batch, rows_to_measure(batch, _ROWS))
+        times |= measure(batch, bends(times))
+        cells += [PassTime(batch, number, 0, value, noise) for number, value in times.items()]
+    return cells
 
 
 def best_rate(acceptance: float, num_requests: int, cost: Cost) -> float:

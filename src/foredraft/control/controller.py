@@ -71,6 +71,13 @@ _LEAST_GAIN = 0.01
 _FIRST_PROBE, _LAST_PROBE = 8, 128
 """Steps without a draft before one token is tried again; doubled while probes bring no news."""
 
+_PROBE_SHARE = 0.005
+"""Of a step: what probes may cost in the long run."""
+
+_PLAIN_AFTER, _PLAIN_GAIN = 48, 1.2
+"""After so many steps with drafts, where drafting promises less than this factor, a step goes
+without: the price of plain decoding, which every promise is measured by, must not grow stale."""
+
 _SURPRISE = 0.3
 """A probe that is accepted is news where less than this was expected of it. Where drafts are good
 and yet do not pay, as in a full batch, probes must not go on every few steps."""
@@ -181,6 +188,7 @@ class Controller:
         self._methods: dict[str, _Method] = {}
         self._requests: dict[str, _Request] = {}
         self._view: _View | None = None
+        self._probe_debt = 0.0
 
     def budget(self, plan: StepPlan) -> Budgets:
         """Return the most draft nodes of each segment, and note what plain decoding would cost.
@@ -189,6 +197,7 @@ class Controller:
         drafts at most ``r - 1``. Prompt chunks and plain requests draft nothing.
         """
         self.last = None
+        self._probe_debt = max(0.0, self._probe_debt - _PROBE_SHARE)
         view = self._view_of(plan)
         for method in set(view.methods):
             self._method(method).num_steps += 1
@@ -234,8 +243,11 @@ class Controller:
         sure_tokens = view.num_picks + float(survival[~on_offer].sum())
         chosen = allocate(offered, seconds[1:], sure_tokens, _LEAST_GAIN if is_idle else 0.0)
         keep = np.ones(len(owners), dtype=np.bool_)
+        rate = chosen.expected_tokens / chosen.seconds
+        if num_kept == 0 and chosen.is_kept.any() and self._is_plain_due(view, rate * seconds[0] / sure_tokens):
+            chosen = Allocation(np.zeros_like(chosen.is_kept), sure_tokens, seconds[0], seconds[0])
         keep[on_offer] = chosen.is_kept
-        probed = self._probe(view, drafts, survival, np.bincount(owners[keep]), keep)
+        probed = self._probe(view, drafts, survival, keep, seconds[1:])
         self.last = Allocation(
             keep, chosen.expected_tokens + probed, chosen.seconds, float(seconds[0])
         )
@@ -425,48 +437,83 @@ class Controller:
             rate = chosen.expected_tokens / chosen.seconds
             if chosen.is_kept.any() and rate > max(best_rate, least):
                 best_rate, best = rate, chosen.is_kept.reshape(len(indices), level).sum(axis=1)
+        if best is not None and self._is_plain_due(view, best_rate * step[0] / view.num_picks):
+            best = None
+        idle = []
         for row, index in enumerate(indices):
             note = view.notes[index]
             wanted = 0 if best is None else int(best[row])
-            if wanted == 0:
-                found.acceptance.age(names[index])
-                if self._is_probe_due(note):
-                    wanted = 1
-            else:
-                note.num_idle = 0
             nodes[index] = min(int(nodes[index]), wanted)
+            if wanted:
+                note.num_idle = 0
+                continue
+            found.acceptance.age(names[index])
+            note.num_idle += 1
+            idle.append(index)
+        self._choose_probes([view.notes[index] for index in idle])
+        probes = [index for index in idle if view.notes[index].is_probe]
+        nodes[probes] = 1
+        if probes and best is None:
+            self._probe_debt += unit / float(step[0])
 
     def _probe(
         self,
         view: _View,
         drafts: DraftBatch,
         survival: Float64Array,
-        kept: Int64Array,
         keep: NDArray[np.bool_],
+        seconds: Float64Array,
     ) -> float:
-        """Keep the first token of a draft now and then where none was kept; return its worth."""
-        probed = 0.0
+        """Keep the first token of drafts now and then where none was kept; return their worth.
+
+        Args:
+            view: The step.
+            drafts: Before trimming.
+            survival: float64 [num_nodes].
+            keep: bool [num_nodes]; the probes are added to it.
+            seconds: Of the step, with so many of the nodes on offer.
+        """
+        kept = np.bincount(np.repeat(np.arange(len(view.notes)), drafts.num_nodes)[keep])
+        idle = []
         for index in np.nonzero(view.may_trim & (drafts.num_nodes > 0))[0]:
             note = view.notes[index]
             if index < len(kept) and kept[index]:
                 note.num_idle = 0
                 continue
+            idle.append(int(index))
             if not note.is_probe:  # else the forecast made it one, and saw to the rest
                 request_id = view.plan.segments[index].request.request_id
                 self._method(view.methods[index]).acceptance.age(request_id)
-            if note.is_probe or self._is_probe_due(note):
-                first = int(drafts.offsets[index])
-                keep[first] = True
-                probed += float(survival[first])
-        return probed
+                note.num_idle += 1
+        num_kept = int(keep[view.may_trim.repeat(drafts.num_nodes)].sum())
+        self._choose_probes([view.notes[index] for index in idle])
+        first = [int(drafts.offsets[index]) for index in idle if view.notes[index].is_probe]
+        keep[first] = True
+        worth = float(survival[first].sum())
+        if first:
+            rise = seconds[num_kept + len(first)] / seconds[num_kept] - 1
+            self._probe_debt += max(0.0, rise - worth / max(1, view.num_picks))
+        return worth
 
-    def _is_probe_due(self, note: _Request) -> bool:
-        """Count a step without a draft; whether it should have one all the same."""
-        note.num_idle += 1
-        if note.num_idle < note.probe_after:
-            return False
-        note.num_idle, note.is_probe = 0, True
-        return True
+    def _choose_probes(self, notes: list[_Request]) -> None:
+        """Make probes of those that are due or will be soon, where one is due and it is time.
+
+        The first node of a step costs most, so that probes are made together. What they cost beyond
+        what they bring is paid off a small share of a step at a time before others are made.
+        """
+        if self._probe_debt > 0 or all(note.num_idle < note.probe_after for note in notes):
+            return
+        for note in notes:
+            if 2 * note.num_idle >= note.probe_after:
+                note.num_idle, note.is_probe = 0, True
+
+    def _is_plain_due(self, view: _View, gain: float) -> bool:
+        """Whether to go without the drafts of a step, to see what plain decoding costs by now."""
+        assert self.cost_table is not None
+        return (
+            gain < _PLAIN_GAIN
+            and self.cost_table.steps_since_plain(len(view.methods)) >= _PLAIN_AFTER
+        )
 
     def _learn_draft_costs(
         self, view: _View, drafts: DraftBatch, draft_seconds: Mapping[str, float]

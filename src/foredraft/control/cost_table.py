@@ -31,7 +31,9 @@ _MOST_CORRECTION = 0.7
 
 
 _NUM_KINDS = 32
-"""Half octaves told apart; what is larger counts as the last."""
+"""Kinds of batch, and kinds of pass, told apart; what is larger counts as the last. Batches go by
+half octaves. A pass without drafts is a kind of its own: with the first draft node the time jumps.
+The others go by half octaves of rows a request."""
 
 
 class CostTable:
@@ -64,6 +66,7 @@ class CostTable:
         self._num_observed = _FIRST
         self._corrections = np.zeros((_NUM_KINDS, _NUM_KINDS))
         self._counts = np.full((_NUM_KINDS, _NUM_KINDS), _FIRST)
+        self._since_plain = np.zeros(_NUM_KINDS, dtype=np.int64)
 
     def seconds(self, num_requests: int, num_rows: Float64Array, context: float) -> Float64Array:
         """Expected seconds of passes over one batch, float64 like ``num_rows``.
@@ -85,6 +88,10 @@ class CostTable:
         _correct(out, per_request, self._corrections[_kind(num_requests)], self._factor)
         return out
 
+    def steps_since_plain(self, num_requests: int) -> int:
+        """Steps observed with batches of this kind since one of them held no draft."""
+        return int(self._since_plain[_kind(num_requests)])
+
     def observe(self, num_requests: int, num_rows: int, context: float, seconds: float) -> None:
         """Learn from a step that held decode rows alone and took so many seconds."""
         expected = float(self.seconds(num_requests, np.array([float(num_rows)]), context)[0])
@@ -95,8 +102,9 @@ class CostTable:
         # Shared equally: what recurs in every kind of pass ends in the factor, the rest here.
         self._factor += surprise * max(_MEMORY, 1 / self._num_observed) / 2
         self._num_observed += 1
-        place = min(2 * math.log2(max(num_rows / num_requests, 1.0)), _NUM_KINDS - 2.0)
+        place = _place(num_rows / num_requests)
         batch, low = _kind(num_requests), int(place)
+        self._since_plain[batch] = 0 if place == 0 else self._since_plain[batch] + 1
         for kind, weight in ((low, 1 - (place - low)), (low + 1, place - low)):
             gain = weight * max(_MEMORY, 1 / self._counts[batch, kind])
             new = self._corrections[batch, kind] + surprise * gain
@@ -121,6 +129,14 @@ class CostTable:
 def _kind(number: float) -> int:
     """Half octaves from 1: what is alike in size shares a correction."""
     return min(int(2 * math.log2(max(number, 1.0))), _NUM_KINDS - 1)
+
+
+@numba.njit(cache=True)
+def _place(per_request: float) -> float:
+    """Where a pass lies among the kinds, by its rows a request; 0 is a pass without drafts."""
+    if per_request <= 1.0:
+        return 0.0
+    return min(1.0 + 2 * np.log2(per_request), _NUM_KINDS - 2.0)
 
 
 def _between(measured: list[int], value: float) -> tuple[int, int, float]:
@@ -162,7 +178,7 @@ def _correct(
 ) -> None:
     """Apply what was learnt, between the two nearest kinds of pass."""
     for index in range(out.size):
-        place = min(2 * np.log2(max(per_request[index], 1.0)), _NUM_KINDS - 2.0)
+        place = _place(per_request[index])
         kind = int(place)
         share = place - kind
         learnt = (1 - share) * corrections[kind] + share * corrections[kind + 1]

@@ -18,20 +18,23 @@ from foredraft.registry import PLAIN
 from foredraft.types import DraftBatch, Request, Segment, StepPlan
 from foredraft.verify.step import verify
 
+_BEND = 0.025
+"""A straight line that may be wrong by this share of a pass is looked into."""
+
 _QUICK_SECONDS = 1.0
 _QUICK_ROUNDS = 2
 _QUICK_CONTEXT = 128
-_QUICK_SHAPES = ((1, (1, 2, 3, 5, 9, 17, 32)), (4, (1, 3, 9)), (16, (1, 2, 5)))
-"""Requests, and rows of each: enough to begin with, since steps correct the table."""
+_QUICK_SHAPES = ((1, (1, 2, 3, 5, 9, 17, 32)), (4, (4, 5, 12, 36)), (16, (16, 17, 32, 80)))
+"""Requests, and rows of all: enough to begin with, since steps correct the table."""
 
 
 @contextmanager
 def prepared_requests(
     runner: Runner, cache: ContiguousKVCache, num_requests: int, context: int
 ) -> Iterator[Callable[[int], float]]:
-    """Yield a function that times a step of ``num_requests`` requests with so many rows each.
+    """Yield a function that times a step of ``num_requests`` requests with so many rows together.
 
-    Their cache holds ``context`` tokens of noise. The time is that of the target pass and of
+    Draft nodes are spread evenly; what is left over goes to the first ones. Their cache holds ``context`` tokens of noise. The time is that of the target pass and of
     picking and verifying, in seconds.
 
     Args:
@@ -55,12 +58,12 @@ def prepared_requests(
             segments.append(Segment(request, ids, slot, context, 1, is_decode=True))
         plan = StepPlan(tuple(segments))
 
-        def seconds(rows: int) -> float:
-            nodes = np.arange(rows - 1, dtype=np.int64)
+        def seconds(num_rows: int) -> float:
+            each, extra = divmod(num_rows - num_requests, num_requests)
+            num_nodes = each + (np.arange(num_requests) < extra)
+            nodes = np.concatenate([np.arange(number, dtype=np.int64) for number in num_nodes])
             drafts = DraftBatch(
-                np.tile(nodes % vocab_size, num_requests),
-                np.tile(nodes, num_requests),
-                np.arange(num_requests + 1) * (rows - 1),
+                nodes % vocab_size, nodes, np.concatenate([[0], np.cumsum(num_nodes)])
             )
             started = time.perf_counter()
             verify(plan, drafts, runner.forward(plan, drafts))
@@ -86,9 +89,9 @@ def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ..
     for num_requests, rows in _QUICK_SHAPES:
         if num_requests > cache.num_free_slots or (cells and time.monotonic() > deadline):
             break
-        longest = cache.capacity - 1 - max(rows)
+        longest = cache.capacity - 1 - max(rows) // num_requests
         if longest < 1:
-            rows, longest = (1,), max(0, cache.capacity - 2)
+            rows, longest = (num_requests,), max(0, cache.capacity - 2)
         context = min(_QUICK_CONTEXT, longest)
         with prepared_requests(runner, cache, num_requests, context) as seconds:
             # From both ends, so that what time allows spans the range.
@@ -98,36 +101,71 @@ def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ..
     return tuple(cells)
 
 
+def rows_to_measure(num_requests: int, rows: Sequence[int]) -> list[int]:
+    """Rows of all requests where each has so many; also one more than plain, and half as many.
+
+    The first draft node costs more than the next ones: another kind of attention, and with 16
+    requests another tile of the matrix products.
+    """
+    first = () if num_requests == 1 else (num_requests + 1, num_requests + num_requests // 2)
+    return sorted({*(num_requests * number for number in rows), *first})
+
+
+def bends(seconds: Mapping[int, float]) -> list[int]:
+    """Rows, between measured ones, at which a pass may take far less than a straight line says.
+
+    Up to some number of rows a pass is bound by memory, beyond it by arithmetic: two lines. Where
+    those on both sides of a gap would meet far below the straight line across, there it is worth to
+    measure.
+
+    Args:
+        seconds: Time by rows of all requests.
+    """
+    rows = sorted(seconds)
+    found = []
+    for index in range(len(rows) - 2):
+        low, high, beyond = rows[index : index + 3]
+        chord = (seconds[high] - seconds[low]) / (high - low)
+        right = (seconds[beyond] - seconds[high]) / (beyond - high)
+        before = [row for row in rows[:index] if low - row >= (high - low) / 2]
+        left = (seconds[low] - seconds[before[-1]]) / (low - before[-1]) if before else 0.0
+        left = max(0.0, left)
+        if left >= chord or right <= chord:
+            continue
+        offset = (right - chord) * (high - low) / (right - left)
+        at = low + round(offset)
+        if low < at < high and (chord - left) * offset > _BEND * seconds[low]:
+            found.append(at)
+    return found
+
+
 def time_rows(
     seconds: Callable[[int], float],
     rows: Sequence[int],
     rounds: int,
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[int, list[float]]:
-    """Time each number of rows a request, in turn, round by round; the first round is a warm-up.
+    """Time each number of rows so many times in a row, after one that is not counted.
 
-    A round that is cut short by ``is_over`` counts as far as it got; every number has been warmed
-    up and timed once before.
+    Passes of one size follow each other, as they do in decoding: after a large pass a small one
+    finds its keys and weights gone from the processor's caches. However late ``is_over`` says it
+    is, every number is timed once.
     """
     times: dict[int, list[float]] = {}
-    for round_index in range(-1, rounds):
-        for number in rows:
-            if round_index > 0 and is_over():
-                break
-            value = seconds(number)
-            if round_index >= 0:
-                times.setdefault(number, []).append(value)
+    for number in rows:
+        seconds(number)
+        times[number] = [seconds(number)]
+        while len(times[number]) < rounds and not is_over():
+            times[number].append(seconds(number))
     return times
 
 
 def as_passes(
     num_requests: int, context: int, times: Mapping[int, Sequence[float]]
 ) -> list[PassTime]:
-    """The table's cells of one batch and context, from times by rows a request."""
+    """The table's cells of one batch and context, from times by rows of all requests."""
     return [
-        PassTime(
-            num_requests, num_requests * number, context, statistics.median(values), spread(values)
-        )
+        PassTime(num_requests, number, context, statistics.median(values), spread(values))
         for number, values in sorted(times.items())
     ]
 

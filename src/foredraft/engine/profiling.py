@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foredraft.engine.measure import as_passes, prepared_requests, spread, time_rows
+from foredraft.engine.measure import (
+    as_passes,
+    bends,
+    prepared_requests,
+    rows_to_measure,
+    spread,
+    time_rows,
+)
 from foredraft.errors import ProfileError
 from foredraft.model.machine import identity, machine, model_hash, versions
 from foredraft.params import SamplingParams, SpeculationParams
@@ -79,12 +86,13 @@ def measure_profile(
         short = max(1, engine.cache.capacity - 34)
         rows = tuple(n for n in _ROWS if n + short < engine.cache.capacity)
         groups = [(1, short, rows or (1,))]
+    wanted = {(b, c): rows_to_measure(b, rows) for b, c, rows in groups}
     times: dict[tuple[int, int], dict[int, list[float]]] = {}
     visit = 0
     while True:
-        for index, (batch, context, rows) in enumerate(groups):
+        for index, (batch, context) in enumerate(wanted):
             elapsed = (time.monotonic() - started) / max_seconds
-            by_count = (index / len(groups) + visit) / (_LEAST_VISITS + 1)
+            by_count = (index / len(wanted) + visit) / (_LEAST_VISITS + 1)
             tell(
                 f"batch {batch}, context {context}, visit {visit + 1}",
                 min(0.99, max(elapsed, by_count)),
@@ -92,11 +100,15 @@ def measure_profile(
             if visit and time.monotonic() - started > max_seconds:
                 break
             with prepared_requests(engine.runner, engine.cache, batch, context) as seconds:
-                found = time_rows(seconds, rows, _ROUNDS_A_VISIT)
+                found = time_rows(seconds, wanted[batch, context], _ROUNDS_A_VISIT)
             kept = times.setdefault((batch, context), {})
             for number, values in found.items():
                 kept.setdefault(number, []).extend(values)
         visit += 1
+        if visit == 1:
+            for key, by_rows in times.items():
+                medians = {rows: statistics.median(values) for rows, values in by_rows.items()}
+                wanted[key] += bends(medians)
         is_late = time.monotonic() - started > max_seconds
         if is_late or (visit >= _LEAST_VISITS and _is_steady(times)):
             break

@@ -130,7 +130,7 @@ class PackedPass:
         none = np.empty(0, dtype=np.int64)
         self.logit_rows = torch.from_numpy(np.concatenate(wanted) if wanted else none).to(device)
         self._kv_rows = torch.from_numpy(np.concatenate(kv_rows)).to(device)
-        self._draft_rows = self._rows_of_drafts()
+        self._is_draft = self._which_are_drafts()
         self._chunks, self._groups = self._group()
         self._pad_rows = [None if g.is_even else self._padding(g) for g in self._groups]
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
@@ -168,23 +168,22 @@ class PackedPass:
         could spoil the rows beside it, which must not know of it.
         """
         rows = new[0].transpose(0, 1)
-        if self._draft_rows is not None:
-            rows = rows.clone()
-            rows[self._draft_rows] = torch.nan_to_num(rows[self._draft_rows], 0.0, 0.0, 0.0)
+        if self._is_draft is not None:
+            rows = torch.where(self._is_draft, torch.nan_to_num(rows, 0.0, 0.0, 0.0), rows)
         if len(self._plan.segments) == 1:
             segment = self._plan.segments[0]
             store[segment.slot, segment.start : segment.start + rows.shape[0]] = rows
         else:
-            store.view(-1, *store.shape[2:])[self._kv_rows] = rows
+            store.view(-1, *store.shape[2:]).index_copy_(0, self._kv_rows, rows)
 
-    def _rows_of_drafts(self) -> torch.Tensor | None:
-        """Rows of the pass that hold draft nodes, or ``None`` where nothing is drafted."""
-        rows = [
-            np.arange(self.row_offsets[i + 1] - len(tree), self.row_offsets[i + 1])
-            for i, tree in enumerate(self._trees)
-            if len(tree)
-        ]
-        return torch.from_numpy(np.concatenate(rows)).to(self._device) if rows else None
+    def _which_are_drafts(self) -> torch.Tensor | None:
+        """Which rows hold draft nodes, bool [T, 1, 1], or ``None`` where nothing is drafted."""
+        if not any(len(tree) for tree in self._trees):
+            return None
+        is_draft = np.zeros((int(self.row_offsets[-1]), 1, 1), dtype=np.bool_)
+        for end, tree in zip(self.row_offsets[1:], self._trees, strict=True):
+            is_draft[end - len(tree) : end] = True
+        return torch.from_numpy(is_draft).to(self._device)
 
     def _group(self) -> tuple[list[_Chunk], list[_DecodeGroup]]:
         chunks: list[_Chunk] = []
@@ -257,7 +256,7 @@ class PackedPass:
         num_kv_heads = key.shape[1]
         share = num_heads // num_kv_heads
         if padding is not None:
-            query = query[:, :, padding[0]]
+            query = query.index_select(2, padding[0])
         if batch == 1:
             folded = query.reshape(1, num_kv_heads, share * most, dim)
         else:
@@ -267,7 +266,7 @@ class PackedPass:
         out = attend_folded(folded, key, value, mask, options)
         out = out.view(batch, num_kv_heads, share, most, -1).permute(0, 3, 1, 2, 4)
         out = out.reshape(1, batch * most, num_heads, -1)
-        return out if padding is None else out[:, padding[1]]
+        return out if padding is None else out.index_select(1, padding[1])
 
     def _group_mask(self, index: int, window: int | None, share: int) -> torch.Tensor:
         """Additive [B, 1, share * most_rows, most_keys]."""

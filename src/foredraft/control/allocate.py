@@ -47,24 +47,24 @@ def allocate(
             drafted already.
         least_gain: Drafting must beat plain decoding by this share to be chosen, 0 or more.
     """
-    order = np.argsort(-survival, kind="stable")
-    best, tokens = _best(survival[order], seconds, sure_tokens, 1 + least_gain)
-    is_kept = np.zeros(len(survival), dtype=np.bool_)
-    is_kept[order[:best]] = True
+    is_kept, best, tokens = _allocate(survival, seconds, float(sure_tokens), 1 + least_gain)
     return Allocation(is_kept, tokens, float(seconds[best]), float(seconds[0]))
 
 
 @numba.njit(cache=True)
-def _best(
+def _allocate(
     survival: Float64Array, seconds: Float64Array, sure_tokens: float, least_ratio: float
-) -> tuple[int, float]:
-    """The best number of nodes, likeliest first, and the expected tokens with it."""
+) -> tuple[NDArray[np.bool_], int, float]:
+    """What is kept, how many nodes that are, likeliest first, and the expected tokens with it."""
+    order = np.argsort(-survival, kind="mergesort")
     best, best_tokens = 0, sure_tokens
     best_rate = sure_tokens / seconds[0] * least_ratio
     tokens = sure_tokens
     for number in range(survival.size):
-        tokens += survival[number]
+        tokens += survival[order[number]]
         rate = tokens / seconds[number + 1]
         if rate > best_rate:
             best, best_tokens, best_rate = number + 1, tokens, rate
-    return best, best_tokens
+    is_kept = np.zeros(survival.size, dtype=np.bool_)
+    is_kept[order[:best]] = True
+    return is_kept, best, best_tokens

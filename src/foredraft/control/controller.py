@@ -120,6 +120,18 @@ class _Request:
     is_probe: bool = False
 
 
+class _Method:
+    """What is kept of a method."""
+
+    def __init__(self) -> None:
+        self.acceptance = AcceptanceTable()
+        self.unit_seconds: float | None = None
+        self.is_free: bool | None = None
+        self.num_steps = 0
+        self.off_until = 0
+        self.is_retrying = False
+
+
 class _View:
     """What a plan says about speculation, read once a step.
 
@@ -127,6 +139,9 @@ class _View:
         plan: The plan.
         methods: Method of each segment.
         notes: What is kept of each segment's request.
+        names: The methods that there are.
+        which: Each segment's method, by its place in ``names``, int64 [num_segments].
+        rows: Each segment's row in its method's table, int64 [num_segments].
         is_walk: Whether it verifies by the default rule, bool [num_segments].
         may_trim: Whether its draft may be trimmed, bool [num_segments].
         num_rows: Rows of committed tokens in the pass.
@@ -134,38 +149,49 @@ class _View:
         context: Mean tokens of a segment in the cache.
         is_decoding: Whether all segments decode.
         asked: What was drafted, before trimming: that is what drafting took its time for.
+        read: A batch of drafts and what was read from it.
     """
 
-    def __init__(self, plan: StepPlan, requests: dict[str, _Request]) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        requests: dict[str, _Request],
+        find_method: Callable[[str], _Method],
+    ) -> None:
         self.plan = plan
-        segments = plan.segments
-        speculations = [segment.request.speculation for segment in segments]
-        self.methods = [speculation.method for speculation in speculations]
+        self.methods = []
         self.notes = []
-        for segment in segments:
-            note = requests.get(segment.request.request_id)
+        self.names: list[str] = []
+        size = len(plan.segments)
+        self.which = np.zeros(size, dtype=np.int64)
+        self.rows = np.zeros(size, dtype=np.int64)
+        self.is_walk = np.zeros(size, dtype=np.bool_)
+        self.may_trim = np.zeros(size, dtype=np.bool_)
+        self.num_rows = self.num_picks = 0
+        self.is_decoding = True
+        num_cached = 0
+        for index, segment in enumerate(plan.segments):
+            request_id, speculation = segment.request.request_id, segment.request.speculation
+            note = requests.get(request_id)
             if note is None:
-                note = requests[segment.request.request_id] = _Request()
+                note = requests[request_id] = _Request()
             note.is_probe = False
             self.notes.append(note)
+            method = speculation.method
+            self.methods.append(method)
+            if method not in self.names:
+                self.names.append(method)
+            self.which[index] = self.names.index(method)
+            self.rows[index] = find_method(method).acceptance.row(request_id)
+            self.is_walk[index] = speculation.verification == "walk"
+            self.may_trim[index] = self.is_walk[index] and speculation.is_auto
+            self.num_rows += segment.num_rows
+            self.num_picks += segment.wants_pick
+            self.is_decoding &= segment.is_decode
+            num_cached += segment.start
+        self.context = num_cached / size
         self.asked: DraftBatch | None = None
-        self.is_walk = np.array([one.verification == "walk" for one in speculations])
-        self.may_trim = self.is_walk & np.array([one.is_auto for one in speculations])
-        self.num_rows = sum(segment.num_rows for segment in segments)
-        self.num_picks = sum(segment.wants_pick for segment in segments)
-        self.context = sum(segment.start for segment in segments) / len(segments)
-        self.is_decoding = all(segment.is_decode for segment in segments)
-
-
-class _Method:
-    """What is kept of a method."""
-
-    def __init__(self) -> None:
-        self.acceptance = AcceptanceTable()
-        self.unit_seconds: float | None = None
-        self.num_steps = 0
-        self.off_until = 0
-        self.is_retrying = False
+        self.read: tuple[DraftBatch, Int64Array, Int64Array, Int64Array] | None = None
 
 
 class Controller:
@@ -199,13 +225,13 @@ class Controller:
         self.last = None
         self._probe_debt = max(0.0, self._probe_debt - _PROBE_SHARE)
         view = self._view_of(plan)
-        for method in set(view.methods):
+        for method in view.names:
             self._method(method).num_steps += 1
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
         most = MAX_AUTO_NODES
         if self._batch_nodes is not None:
             most = max(_LEAST_MOST, min(most, self._batch_nodes // len(plan.segments)))
-        is_free = {method: self._is_free(method, view) for method in set(view.methods) - {PLAIN}}
+        is_on = {method: self._is_on(method) for method in view.names if method != PLAIN}
         forecast: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):
             room = _room(segment)
@@ -214,9 +240,9 @@ class Controller:
             speculation = segment.request.speculation
             if not speculation.is_auto:
                 nodes[index] = min(int(speculation.num_speculative_tokens), room)
-            elif self.cost_table is not None and self._is_on(speculation.method):
+            elif self.cost_table is not None and is_on[speculation.method]:
                 nodes[index] = min(room, most)
-                if not (view.is_walk[index] and is_free[speculation.method]):
+                if not (view.is_walk[index] and self._is_free(speculation.method)):
                     forecast.setdefault(speculation.method, []).append(index)
         for method, indices in forecast.items():
             self._forecast(view, method, indices, nodes)
@@ -233,6 +259,9 @@ class Controller:
         view.asked = drafts
         owners, above, bins = _read(view, drafts)
         survival = survival_of(above, self._acceptance(view, owners, bins))
+        if not len(owners):
+            self.last = self._without_drafts(view)
+            return drafts
         on_offer = view.may_trim[owners]
         num_kept = int((~on_offer).sum())
         offered = survival[on_offer]
@@ -244,7 +273,8 @@ class Controller:
         chosen = allocate(offered, seconds[1:], sure_tokens, _LEAST_GAIN if is_idle else 0.0)
         keep = np.ones(len(owners), dtype=np.bool_)
         rate = chosen.expected_tokens / chosen.seconds
-        if num_kept == 0 and chosen.is_kept.any() and self._is_plain_due(view, rate * seconds[0] / sure_tokens):
+        gain = rate * seconds[0] / sure_tokens if num_kept == 0 and chosen.is_kept.any() else np.inf
+        if self._is_plain_due(view, gain):
             chosen = Allocation(np.zeros_like(chosen.is_kept), sure_tokens, seconds[0], seconds[0])
         keep[on_offer] = chosen.is_kept
         probed = self._probe(view, drafts, survival, keep, seconds[1:])
@@ -280,12 +310,9 @@ class Controller:
             self.cost_table.observe(len(plan.segments), num_rows, view.context, step_seconds)
         self._learn_draft_costs(view, drafts, draft_seconds)
         owners, above, bins = _read(view, drafts)
-        is_hit = np.zeros(len(owners), dtype=np.bool_)
-        path_owners = np.repeat(np.arange(len(plan.segments)), np.diff(verdict.path_offsets))
-        is_hit[drafts.offsets[path_owners] + verdict.path - 1] = True
-        expected = self._acceptance(view, owners, bins)
-        values = is_hit.astype(np.float64)
-        weights = np.where(above < 0, 1.0, values[np.maximum(above, 0)])
+        values, weights = _outcomes(drafts.offsets, above, verdict.path, verdict.path_offsets)
+        is_probing = any(note.is_probe for note in view.notes)
+        expected = self._acceptance(view, owners, bins) if is_probing else values
         for index, note in enumerate(view.notes):
             segment = plan.segments[index]
             if not segment.is_decode or view.methods[index] == PLAIN:
@@ -295,7 +322,7 @@ class Controller:
             if nodes.start == nodes.stop:
                 continue
             if note.is_probe:
-                is_news = is_hit[nodes].any() and expected[nodes.start] < _SURPRISE
+                is_news = values[nodes].any() and expected[nodes.start] < _SURPRISE
                 note.probe_after = (
                     _FIRST_PROBE if is_news else min(2 * note.probe_after, _LAST_PROBE)
                 )
@@ -310,10 +337,9 @@ class Controller:
                 own = above[nodes]
                 reached = survival_of(np.where(own < 0, -1, own - nodes.start), values[nodes])
                 weights[nodes] = np.where(own < 0, 1.0, reached[np.maximum(own - nodes.start, 0)])
-        for method, rows, chosen in self._by_method(view, owners):
-            self._method(method).acceptance.observe_of(
-                rows, bins[chosen], values[chosen], weights[chosen]
-            )
+        rows = view.rows[owners]
+        for table, chosen in self._by_method(view, owners) if len(owners) else ():
+            table.observe_of(rows[chosen], bins[chosen], values[chosen], weights[chosen])
         for method in draft_seconds:
             self._check_health(method)
 
@@ -325,7 +351,7 @@ class Controller:
 
     def _view_of(self, plan: StepPlan) -> _View:
         if self._view is None or self._view.plan is not plan:
-            self._view = _View(plan, self._requests)
+            self._view = _View(plan, self._requests, self._method)
         return self._view
 
     def _method(self, method: str) -> _Method:
@@ -336,25 +362,31 @@ class Controller:
 
     def _by_method(
         self, view: _View, owners: Int64Array
-    ) -> Iterator[tuple[str, Int64Array, Int64Array]]:
-        """Nodes by method: their requests' rows in its table, and which nodes they are."""
-        drafting = set(owners.tolist())
-        for method in sorted({view.methods[index] for index in drafting}):
-            table = self._method(method).acceptance
-            rows = np.full(len(view.methods), -1, dtype=np.int64)
-            for index in drafting:
-                if view.methods[index] == method:
-                    rows[index] = table.row(view.plan.segments[index].request.request_id)
-            of_nodes = rows[owners]
-            chosen = np.nonzero(of_nodes >= 0)[0]
-            yield method, of_nodes[chosen], chosen
+    ) -> Iterator[tuple[AcceptanceTable, Int64Array | slice]]:
+        """Each method's table, and which nodes are its own."""
+        if len(view.names) == 1:
+            yield self._method(view.names[0]).acceptance, slice(None)
+            return
+        which = view.which[owners]
+        for number, method in enumerate(view.names):
+            chosen = np.nonzero(which == number)[0]
+            if len(chosen):
+                yield self._method(method).acceptance, chosen
 
     def _acceptance(self, view: _View, owners: Int64Array, bins: Int64Array) -> Float64Array:
         """Estimated acceptance of every node once its parent is accepted, float64 [num_nodes]."""
         out = np.empty(len(owners))
-        for method, rows, chosen in self._by_method(view, owners):
-            out[chosen] = self._method(method).acceptance.acceptance_of(bins[chosen], rows)
+        rows = view.rows[owners]
+        for table, chosen in self._by_method(view, owners):
+            out[chosen] = table.acceptance_of(bins[chosen], rows[chosen])
         return out
+
+    def _without_drafts(self, view: _View) -> Allocation:
+        """What a step costs and brings that holds no draft."""
+        assert self.cost_table is not None
+        rows = np.array([float(view.num_rows)])
+        plain = float(self.cost_table.seconds(len(view.methods), rows, view.context)[0])
+        return Allocation(np.zeros(0, dtype=np.bool_), float(view.num_picks), plain, plain)
 
     def _says_more(self, view: _View, index: int) -> bool:
         """Whether the target's probabilities are worth computing for a request's draft.
@@ -378,14 +410,10 @@ class Controller:
             _LOG.info("method %r is tried again", method)
         return not found.off_until
 
-    def _is_free(self, method: str, view: _View) -> bool:
-        """Whether drafting for all its requests costs next to nothing beside this step."""
-        found = self._method(method)
-        if self.cost_table is None or found.unit_seconds is None:
-            return self._traits(method).cost == "once"
-        num_requests = len(view.methods)
-        step = self.cost_table.seconds(num_requests, np.array([float(num_requests)]), view.context)
-        return found.unit_seconds < _NEGLIGIBLE * float(step[0])
+    def _is_free(self, method: str) -> bool:
+        """Whether drafting for all its requests cost next to nothing beside the last step."""
+        is_free = self._method(method).is_free
+        return self._traits(method).cost == "once" if is_free is None else is_free
 
     def _check_health(self, method: str) -> None:
         """Switch a dead method off for a while; say so, and say when it is back."""
@@ -473,26 +501,28 @@ class Controller:
             keep: bool [num_nodes]; the probes are added to it.
             seconds: Of the step, with so many of the nodes on offer.
         """
-        kept = np.bincount(np.repeat(np.arange(len(view.notes)), drafts.num_nodes)[keep])
+        owners = _read(view, drafts)[0]
+        kept = np.bincount(owners[keep], minlength=len(view.notes))
         idle = []
-        for index in np.nonzero(view.may_trim & (drafts.num_nodes > 0))[0]:
+        for index in np.nonzero(view.may_trim & (drafts.num_nodes > 0))[0].tolist():
             note = view.notes[index]
-            if index < len(kept) and kept[index]:
+            if kept[index]:
                 note.num_idle = 0
                 continue
-            idle.append(int(index))
+            idle.append(index)
             if not note.is_probe:  # else the forecast made it one, and saw to the rest
                 request_id = view.plan.segments[index].request.request_id
                 self._method(view.methods[index]).acceptance.age(request_id)
                 note.num_idle += 1
-        num_kept = int(keep[view.may_trim.repeat(drafts.num_nodes)].sum())
         self._choose_probes([view.notes[index] for index in idle])
+        num_kept = int(keep[view.may_trim[owners]].sum())
         first = [int(drafts.offsets[index]) for index in idle if view.notes[index].is_probe]
+        if not first:
+            return 0.0
         keep[first] = True
         worth = float(survival[first].sum())
-        if first:
-            rise = seconds[num_kept + len(first)] / seconds[num_kept] - 1
-            self._probe_debt += max(0.0, rise - worth / max(1, view.num_picks))
+        rise = seconds[num_kept + len(first)] / seconds[num_kept] - 1
+        self._probe_debt += max(0.0, rise - worth / max(1, view.num_picks))
         return worth
 
     def _choose_probes(self, notes: list[_Request]) -> None:
@@ -532,6 +562,8 @@ class Controller:
             found.unit_seconds = (
                 unit if old is None else old + _COST_MEMORY * (min(unit, 4 * old) - old)
             )
+            if self.last is not None:
+                found.is_free = found.unit_seconds < _NEGLIGIBLE * self.last.plain_seconds
 
 
 def _room(segment: Segment) -> int:
@@ -553,11 +585,11 @@ def _is_unfiltered(sampling: SamplingParams) -> bool:
 
 def _read(view: _View, drafts: DraftBatch) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Segment, parent's index and kind of every node, int64 [num_nodes] each."""
-    confidence = _NO_CONFIDENCE if drafts.confidence is None else drafts.confidence
-    read: tuple[Int64Array, Int64Array, Int64Array] = read_nodes(
-        drafts.parents, drafts.offsets, confidence, view.is_walk
-    )
-    return read
+    if view.read is None or view.read[0] is not drafts:
+        confidence = _NO_CONFIDENCE if drafts.confidence is None else drafts.confidence
+        found = read_nodes(drafts.parents, drafts.offsets, confidence, view.is_walk)
+        view.read = (drafts, *found)
+    return view.read[1:]
 
 
 def _chances(
@@ -599,7 +631,25 @@ def load_kernels() -> None:
     survival = survival_of(above, table.acceptance(bins, ""))
     costs = CostTable([PassTime(1, rows, 0, 1.0, 0.0) for rows in (1, 2)])
     chosen = allocate(survival, costs.seconds(1, np.arange(1.0, 4.0), 0.0), 1.0, 0.0)
+    costs.observe(1, 2, 0.0, 1.0)
+    _outcomes(offsets, above, np.array([1, 2]), offsets)
     _renumber(parents, offsets, chosen.is_kept)
+
+
+@numba.njit(cache=True)
+def _outcomes(
+    offsets: Int64Array, above: Int64Array, path: Int64Array, path_offsets: Int64Array
+) -> tuple[Float64Array, Float64Array]:
+    """Whether each node was accepted, and whether its parent was, float64 [num_nodes] each."""
+    values = np.zeros(above.size)
+    weights = np.ones(above.size)
+    for segment in range(offsets.size - 1):
+        for place in range(path_offsets[segment], path_offsets[segment + 1]):
+            values[offsets[segment] + path[place] - 1] = 1.0
+    for node in range(above.size):
+        if above[node] >= 0:
+            weights[node] = values[above[node]]
+    return values, weights
 
 
 @numba.njit(cache=True)

@@ -7,8 +7,6 @@ holds shapes, and what is learnt while running has two parts: one factor for the
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable
 
 import numba
@@ -16,6 +14,7 @@ import numpy as np
 
 from foredraft.plan.profile import PassTime
 from foredraft.sampling.processors import Float64Array
+from foredraft.types import Int64Array
 
 _MEMORY = 1 / 64
 """Weight of one step in a running mean; more while the mean is young."""
@@ -45,28 +44,28 @@ class CostTable:
 
     def __init__(self, passes: Iterable[PassTime]) -> None:
         """Sort the cells into one line of rows for each batch and context."""
-        lines: dict[tuple[int, int], dict[int, float]] = {}
-        for cell in passes:
-            lines.setdefault((cell.num_requests, cell.context), {})[cell.num_rows] = cell.seconds
-        if not lines:
+        cells = {(c.num_requests, c.context, c.num_rows): c.seconds for c in passes}
+        if not cells:
             raise ValueError("a cost table needs at least one measured pass")
-        self._lines: dict[tuple[int, int], tuple[Float64Array, Float64Array]] = {}
-        for key, line in lines.items():
-            rows = sorted(line)
-            self._lines[key] = (
-                np.array(rows, dtype=np.float64),
-                np.array([line[number] for number in rows]),
-            )
-        self._batches = sorted({num_requests for num_requests, _ in lines})
-        self._contexts = {
-            batch: sorted(context for other, context in lines if other == batch)
-            for batch in self._batches
-        }
-        self._factor = 0.0
-        self._num_observed = _FIRST
-        self._corrections = np.zeros((_NUM_KINDS, _NUM_KINDS))
-        self._counts = np.full((_NUM_KINDS, _NUM_KINDS), _FIRST)
-        self._since_plain = np.zeros(_NUM_KINDS, dtype=np.int64)
+        order = sorted(cells)
+        lines = sorted({key[:2] for key in order})
+        batches = sorted({batch for batch, _ in lines})
+        batch_of_line = np.array([batch for batch, _ in lines])
+        line_of_cell = np.array([lines.index(key[:2]) for key in order])
+        self._table = (
+            np.array(batches, dtype=np.float64),
+            np.searchsorted(batch_of_line, [*batches, batches[-1] + 1]),
+            np.array([context for _, context in lines], dtype=np.float64),
+            np.searchsorted(line_of_cell, np.arange(len(lines) + 1)),
+            np.array([rows for _, _, rows in order], dtype=np.float64),
+            np.array([cells[key] for key in order], dtype=np.float64),
+        )
+        self._learnt = (
+            np.array([0.0, _FIRST]),
+            np.zeros((_NUM_KINDS, _NUM_KINDS)),
+            np.full((_NUM_KINDS, _NUM_KINDS), _FIRST),
+            np.zeros(_NUM_KINDS, dtype=np.int64),
+        )
 
     def seconds(self, num_requests: int, num_rows: Float64Array, context: float) -> Float64Array:
         """Expected seconds of passes over one batch, float64 like ``num_rows``.
@@ -77,58 +76,26 @@ class CostTable:
                 requests.
             context: Mean tokens of a request in the cache.
         """
-        per_request = num_rows / num_requests
-        out = np.zeros(len(num_rows))
-        low, high, share = _between(self._batches, num_requests)
-        # Beyond the largest measured batch, a pass grows as its rows do.
-        scale = max(1.0, num_requests / self._batches[-1])
-        for batch, weight in ((low, scale * (1 - share)), (high, scale * share)):
-            if weight:
-                self._add(batch, per_request, context, weight, out)
-        _correct(out, per_request, self._corrections[_kind(num_requests)], self._factor)
+        factor, corrections, _, _ = self._learnt
+        out: Float64Array = _seconds(
+            num_requests, num_rows, float(context), *self._table, factor, corrections
+        )
         return out
 
     def steps_since_plain(self, num_requests: int) -> int:
         """Steps observed with batches of this kind since one of them held no draft."""
-        return int(self._since_plain[_kind(num_requests)])
+        return int(self._learnt[3][_kind(num_requests)])
 
     def observe(self, num_requests: int, num_rows: int, context: float, seconds: float) -> None:
         """Learn from a step that held decode rows alone and took so many seconds."""
-        expected = float(self.seconds(num_requests, np.array([float(num_rows)]), context)[0])
-        if seconds <= 0 or expected <= 0:
-            return
-        surprise = math.log(seconds / expected)
-        surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
-        # Shared equally: what recurs in every kind of pass ends in the factor, the rest here.
-        self._factor += surprise * max(_MEMORY, 1 / self._num_observed) / 2
-        self._num_observed += 1
-        place = _place(num_rows / num_requests)
-        batch, low = _kind(num_requests), int(place)
-        self._since_plain[batch] = 0 if place == 0 else self._since_plain[batch] + 1
-        for kind, weight in ((low, 1 - (place - low)), (low + 1, place - low)):
-            gain = weight * max(_MEMORY, 1 / self._counts[batch, kind])
-            new = self._corrections[batch, kind] + surprise * gain
-            self._corrections[batch, kind] = max(-_MOST_CORRECTION, min(_MOST_CORRECTION, new))
-            self._counts[batch, kind] += weight
-
-    def _add(
-        self,
-        batch: int,
-        per_request: Float64Array,
-        context: float,
-        weight: float,
-        out: Float64Array,
-    ) -> None:
-        """Add the weighted seconds of a measured batch, between its measured contexts."""
-        low, high, share = _between(self._contexts[batch], context)
-        for known, part in ((low, weight * (1 - share)), (high, weight * share)):
-            if part:
-                _add_line(*self._lines[batch, known], per_request * batch, part, out)
+        if seconds > 0:
+            _observe(num_requests, num_rows, float(context), seconds, *self._table, *self._learnt)
 
 
+@numba.njit(cache=True)
 def _kind(number: float) -> int:
     """Half octaves from 1: what is alike in size shares a correction."""
-    return min(int(2 * math.log2(max(number, 1.0))), _NUM_KINDS - 1)
+    return min(int(2 * np.log2(max(number, 1.0))), _NUM_KINDS - 1)
 
 
 @numba.njit(cache=True)
@@ -136,36 +103,89 @@ def _place(per_request: float) -> float:
     """Where a pass lies among the kinds, by its rows a request; 0 is a pass without drafts."""
     if per_request <= 1.0:
         return 0.0
-    return min(1.0 + 2 * np.log2(per_request), _NUM_KINDS - 2.0)
+    return float(min(1.0 + 2 * np.log2(per_request), _NUM_KINDS - 2.0))
 
 
-def _between(measured: list[int], value: float) -> tuple[int, int, float]:
-    """The measured neighbours of a value, and how far it lies from the first to the second."""
-    if value <= measured[0]:
-        return measured[0], measured[0], 0.0
-    for low, high in itertools.pairwise(measured):
-        if value <= high:
-            return low, high, (value - low) / (high - low)
-    return measured[-1], measured[-1], 0.0
+@numba.njit(cache=True)
+def _between(measured: Float64Array, first: int, end: int, value: float) -> tuple[int, float]:
+    """The measured neighbour at or below a value, and how far it lies from there to the next."""
+    if value <= measured[first]:
+        return first, 0.0
+    for index in range(first, end - 1):
+        if value <= measured[index + 1]:
+            return index, (value - measured[index]) / (measured[index + 1] - measured[index])
+    return end - 1, 0.0
+
+
+@numba.njit(cache=True)
+def _seconds(
+    num_requests: int,
+    num_rows: Float64Array,
+    context: float,
+    batches: Float64Array,
+    first_line: Int64Array,
+    contexts: Float64Array,
+    first_cell: Int64Array,
+    rows: Float64Array,
+    seconds: Float64Array,
+    factor: Float64Array,
+    corrections: Float64Array,
+) -> Float64Array:
+    """Between the measured batches and contexts, and corrected by what was learnt."""
+    out = np.zeros(num_rows.size)
+    low, share = _between(batches, 0, batches.size, num_requests)
+    # Beyond the largest measured batch, a pass grows as its rows do.
+    scale = max(1.0, num_requests / batches[-1])
+    for offset in range(2 if share > 0 else 1):
+        batch = low + offset
+        weight = scale * (share if offset else 1 - share)
+        begin, end = first_line[batch], first_line[batch + 1]
+        known, part = _between(contexts, begin, end, context)
+        stretch = batches[batch] / num_requests
+        for line in range(known, known + (2 if part > 0 else 1)):
+            times = weight * (part if line > known else 1 - part)
+            _add_line(
+                rows, seconds, first_cell[line], first_cell[line + 1], stretch, num_rows, times, out
+            )
+    learnt = corrections[_kind(num_requests)]
+    for index in range(out.size):
+        place = _place(num_rows[index] / num_requests)
+        kind = int(place)
+        between = place - kind
+        out[index] *= np.exp(factor[0] + (1 - between) * learnt[kind] + between * learnt[kind + 1])
+    return out
 
 
 @numba.njit(cache=True)
 def _add_line(
-    rows: Float64Array, seconds: Float64Array, at: Float64Array, weight: float, out: Float64Array
+    rows: Float64Array,
+    seconds: Float64Array,
+    begin: int,
+    end: int,
+    stretch: float,
+    num_rows: Float64Array,
+    weight: float,
+    out: Float64Array,
 ) -> None:
     """Add straight lines between the points; the last slope goes on, and never falls."""
-    last = rows.size - 1
+    last = end - 1
     slope = 0.0
-    if last > 0:
+    if last > begin:
         slope = max(0.0, (seconds[last] - seconds[last - 1]) / (rows[last] - rows[last - 1]))
-    for index in range(at.size):
-        place = at[index]
-        if place <= rows[0]:
-            out[index] += weight * seconds[0]
+    upper = begin
+    for index in range(num_rows.size):
+        place = num_rows[index] * stretch
+        if place <= rows[begin]:
+            out[index] += weight * seconds[begin]
         elif place >= rows[last]:
             out[index] += weight * (seconds[last] + (place - rows[last]) * slope)
         else:
-            upper = np.searchsorted(rows, place)
+            if rows[upper] < place:
+                while rows[upper] < place:
+                    upper += 1
+            else:
+                while rows[upper - 1] >= place:
+                    upper -= 1
             share = (place - rows[upper - 1]) / (rows[upper] - rows[upper - 1])
             out[index] += weight * (
                 seconds[upper - 1] + share * (seconds[upper] - seconds[upper - 1])
@@ -173,13 +193,52 @@ def _add_line(
 
 
 @numba.njit(cache=True)
-def _correct(
-    out: Float64Array, per_request: Float64Array, corrections: Float64Array, factor: float
+def _observe(
+    num_requests: int,
+    num_rows: int,
+    context: float,
+    seconds: float,
+    batches: Float64Array,
+    first_line: Int64Array,
+    contexts: Float64Array,
+    first_cell: Int64Array,
+    rows: Float64Array,
+    times: Float64Array,
+    factor: Float64Array,
+    corrections: Float64Array,
+    counts: Float64Array,
+    since_plain: Int64Array,
 ) -> None:
-    """Apply what was learnt, between the two nearest kinds of pass."""
-    for index in range(out.size):
-        place = _place(per_request[index])
-        kind = int(place)
-        share = place - kind
-        learnt = (1 - share) * corrections[kind] + share * corrections[kind + 1]
-        out[index] *= np.exp(factor + learnt)
+    """Correct the factor and the kinds of pass next to this one; count steps without a plain one.
+
+    ``factor`` holds the factor's logarithm and the number of steps it has seen.
+    """
+    expected = _seconds(
+        num_requests,
+        np.array([float(num_rows)]),
+        context,
+        batches,
+        first_line,
+        contexts,
+        first_cell,
+        rows,
+        times,
+        factor,
+        corrections,
+    )[0]
+    if expected <= 0:
+        return
+    surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, np.log(seconds / expected)))
+    # Shared equally: what recurs in every kind of pass ends in the factor, the rest here.
+    factor[0] += surprise * max(_MEMORY, 1 / factor[1]) / 2
+    factor[1] += 1
+    place = _place(num_rows / num_requests)
+    batch, low = _kind(num_requests), int(place)
+    since_plain[batch] = 0 if place == 0 else since_plain[batch] + 1
+    for offset in range(2):
+        kind = low + offset
+        weight = place - low if offset else 1 - (place - low)
+        gain = weight * max(_MEMORY, 1 / counts[batch, kind])
+        new = corrections[batch, kind] + surprise * gain
+        corrections[batch, kind] = max(-_MOST_CORRECTION, min(_MOST_CORRECTION, new))
+        counts[batch, kind] += weight

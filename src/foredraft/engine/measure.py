@@ -34,8 +34,9 @@ def prepared_requests(
 ) -> Iterator[Callable[[int], float]]:
     """Yield a function that times a step of ``num_requests`` requests with so many rows together.
 
-    Draft nodes are spread evenly; what is left over goes to the first ones. Their cache holds ``context`` tokens of noise. The time is that of the target pass and of
-    picking and verifying, in seconds.
+    Draft nodes are spread evenly; what is left over goes to the first ones. Their cache holds
+    ``context`` tokens of noise. The time is that of the target pass and of picking and verifying,
+    in seconds.
 
     Args:
         runner: Runs the pass.

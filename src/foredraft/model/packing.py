@@ -25,7 +25,7 @@ from foredraft.model.kv_cache import ROW_BLOCK, ContiguousKVCache
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan
 
-_CALL_COST = 16384
+_CALL_COST = 8192
 """What an attention call costs beside its work, in pairs of a row and a key: requests share a call
 where padding them to one shape costs less than a call of their own. Measured with nine heads of 64;
 larger models gain by more calls than this makes, smaller ones by fewer."""

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.control.allocate import allocate
+from foredraft.control.allocate import Padding, allocate
 
 ACCEPTANCE = st.floats(0.01, 0.99)
 
@@ -90,3 +90,47 @@ def test_nothing_on_offer() -> None:
     chosen = allocate(np.empty(0), np.array([0.5]), 3.0, 0.01)
     assert len(chosen.is_kept) == 0
     assert (chosen.expected_tokens, chosen.seconds, chosen.plain_seconds) == (3.0, 0.5, 0.5)
+
+
+@settings(deadline=None)
+@given(
+    forests(8),
+    st.lists(st.floats(0.0, 0.3), min_size=9, max_size=9),
+    st.lists(st.integers(0, 2), min_size=8, max_size=8),
+    st.floats(0.001, 0.5),
+    st.integers(0, 3),
+)
+def test_unequal_drafts_are_weighed_with_their_padding(
+    forest: tuple[np.ndarray, np.ndarray],
+    rises: list[float],
+    roots: list[int],
+    row_seconds: float,
+    most_before: int,
+) -> None:
+    """Against the best of all choices of the likeliest nodes under a bound on each request."""
+    parents, survival = forest
+    owners = np.zeros(len(survival), dtype=np.int64)
+    for node, parent in enumerate(parents):
+        owners[node] = roots[node] if parent < 0 else owners[parent]
+    seconds = 1 + np.cumsum(rises)[: len(survival) + 1]
+    padding = Padding(owners, 3, row_seconds, most_before, most_before)
+    chosen = allocate(survival, seconds, 3.0, 0.0, padding)
+
+    def cost(kept: np.ndarray) -> float:
+        most = max(most_before, np.bincount(owners[kept], minlength=3).max())
+        return seconds[kept.sum()] + row_seconds * (3 * most - most_before - kept.sum())
+
+    order = np.argsort(-survival, kind="stable")
+    best = 0.0
+    for cap in range(len(survival) + 1):
+        kept = np.zeros(len(survival), dtype=bool)
+        best = max(best, 3 / cost(kept))
+        for node in order:
+            if kept[owners == owners[node]].sum() < cap:
+                kept[node] = True
+                best = max(best, (3 + survival[kept].sum()) / cost(kept))
+    assert np.isclose(chosen.expected_tokens / chosen.seconds, best)
+    assert np.isclose(chosen.seconds, cost(chosen.is_kept))
+    assert np.isclose(chosen.plain_seconds, cost(np.zeros(len(survival), dtype=bool)))
+    for node in np.nonzero(chosen.is_kept)[0]:
+        assert parents[node] < 0 or chosen.is_kept[parents[node]]

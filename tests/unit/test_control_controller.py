@@ -348,7 +348,7 @@ def test_a_dead_method_is_off_for_a_while_and_tried_again() -> None:
     segments = [segment(str(index)) for index in range(16)]
     with warnings_logged() as said:
         num_steps = 0
-        while not said and num_steps < 100:
+        while not said and num_steps < 600:
             world.step(segments, 0.0)
             num_steps += 1
         assert len(said) == 1
@@ -431,3 +431,30 @@ def test_what_is_forgotten_starts_anew() -> None:
     world.controller.forget("bad", "m")
     world.controller.forget("nobody", "x")
     assert world.step([segment("bad")], 0.8)[0] > 0
+
+
+# ------------------------------------------------------------------------------- what keeps fresh
+
+
+def test_probes_of_a_batch_are_made_together_and_paid_off() -> None:
+    """The first node of a step makes it dearer by a fifth, however many there are."""
+
+    def jump(num_requests: int, rows: float) -> float:
+        return 1.0 if rows <= num_requests else 1.2 + 0.001 * (rows - num_requests)
+
+    world = World(jump)
+    segments = [segment(str(index)) for index in range(8)]
+    kept = world.run(segments, 0.03, 600)[100:]
+    with_probes = (kept.sum(axis=1) > 0).sum()
+    assert 2 <= with_probes <= 500 * 0.005 / 0.15 + 2
+    assert kept.sum() > 3 * with_probes
+
+
+def test_the_price_of_plain_decoding_is_looked_at_again() -> None:
+    """Where drafting always wins by a little, a step in 49 goes without; where by much, none."""
+    world = World(linear(0.1))
+    little = world.run([segment("a")], 0.25, 400)
+    idle = (little[50:].sum(axis=1) == 0).sum()
+    assert idle >= 5
+    gaps = world.run([segment("b")], 0.95, 400)
+    assert (gaps[50:].sum(axis=1) == 0).sum() == 0

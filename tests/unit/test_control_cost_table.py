@@ -129,3 +129,35 @@ def test_whatever_it_sees_it_stays_a_time(observed: list[float]) -> None:
     for seconds in observed:
         the_table.observe(4, 12, 100, seconds)
     assert 0 < at(the_table, 4, 12, 100) < math.inf
+
+
+def test_what_a_row_of_padding_costs_shows_in_the_contexts() -> None:
+    """A row that costs 1 ms and 2 us more for each token of context; padding costs the latter."""
+    the_table = CostTable(
+        PassTime(b, b * r, c, 0.05 + b * r * (1e-3 + 2e-6 * c), 0.0)
+        for b in (1, 4)
+        for r in (1, 2, 3, 5, 9)
+        for c in (128, 1024)
+    )
+    assert the_table.padding_seconds(500) == pytest.approx(2e-6 * 500)
+    alone = CostTable([PassTime(1, r, 128, 0.05 + 1e-3 * r, 0.0) for r in (1, 2, 3)])
+    assert alone.padding_seconds(500) == 0
+    # A step's padding is not charged to its kind of pass.
+    before = at(the_table, 4, 12, 500.0)
+    for _ in range(50):
+        the_table.observe(4, 12, 500, before + 8 * 1e-3, num_padded=8)
+    assert at(the_table, 4, 12, 500.0) == pytest.approx(before, rel=1e-3)
+
+
+def test_a_plain_pass_is_a_kind_of_its_own() -> None:
+    """The first draft node makes the time jump; what is learnt on one side stays there."""
+    the_table = table()
+    plain, one = at(the_table, 8, 8), at(the_table, 8, 9)
+    for _ in range(200):
+        the_table.observe(8, 9, 0, 1.3 * one)
+        the_table.observe(8, 8, 0, plain)
+    assert at(the_table, 8, 8) == pytest.approx(plain, rel=0.02)
+    assert at(the_table, 8, 9) == pytest.approx(1.3 * one, rel=0.02)
+    assert the_table.steps_since_plain(8) == 0
+    the_table.observe(8, 9, 0, one)
+    assert the_table.steps_since_plain(8) == 1 and the_table.steps_since_plain(64) == 0

@@ -31,6 +31,7 @@ BATCHES = (1, 2, 4, 8, 16)
 FIXED = (1, 2, 4, 8, 16)
 _NUM_TOKENS = 48
 _NUM_LOOP_TOKENS = 160
+_LEAST_STEPS = 32
 _SIDES: dict[str, SpeculationParams] = {
     "plain": SpeculationParams(PLAIN, 0),
     **{f"fixed {n}": SpeculationParams("ngram", n) for n in FIXED},
@@ -137,7 +138,8 @@ def _decode(
 
     So the batch keeps its size, and a fast request neither leaves the slow ones to a smaller batch
     nor goes on into a text that the others never reach. Steps with prompts in them are run but not
-    counted. It ends when the counted steps have emitted ``num_tokens`` a request.
+    counted. It ends when the counted steps have emitted ``num_tokens`` a request, and are enough
+    for a rate: where much is drafted, a step emits many tokens.
     """
     engine = llm.engine
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
@@ -153,7 +155,7 @@ def _decode(
     seconds = deciding = 0.0
     steps: list[tuple[int, int, int]] = []
     num_emitted = 0
-    while num_emitted < num_tokens * len(prompts):
+    while num_emitted < num_tokens * len(prompts) or len(steps) < _LEAST_STEPS:
         before = watch.seconds
         deltas = engine.step()
         step = engine.last_step

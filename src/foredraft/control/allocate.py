@@ -3,7 +3,8 @@
 Each next node goes to the request where it adds most, which is the one with the greatest survival
 over all requests. Expected tokens are the requests plus the survival of what is kept; the cost of
 the step is a table that need not be even or rising evenly, so every number is compared, not only
-the next one.
+the next one; and where attention pads every request to the longest draft, so is every bound on the
+length of one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.sampling.processors import Float64Array
+from foredraft.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,31 @@ class Allocation:
     plain_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What it costs that requests draft unequally: attention pads them to the longest draft.
+
+    Attributes:
+        owners: int64 [num_nodes], each node's request.
+        num_requests: Requests of the step.
+        row_seconds: Of one row of padding.
+        most_before: Most nodes of a request among those that are drafted already.
+        num_before: Nodes that are drafted already.
+    """
+
+    owners: Int64Array
+    num_requests: int
+    row_seconds: float
+    most_before: int = 0
+    num_before: int = 0
+
+
 def allocate(
-    survival: Float64Array, seconds: Float64Array, sure_tokens: float, least_gain: float
+    survival: Float64Array,
+    seconds: Float64Array,
+    sure_tokens: float,
+    least_gain: float,
+    padding: Padding | None = None,
 ) -> Allocation:
     """Keep the likeliest nodes, as many as make the step worth most per second.
 
@@ -46,25 +71,67 @@ def allocate(
         sure_tokens: Expected tokens of the step whatever is kept: one a request, and what is
             drafted already.
         least_gain: Drafting must beat plain decoding by this share to be chosen, 0 or more.
+        padding: What unequal drafts cost beyond ``seconds``; every bound on the nodes of a request
+            is then weighed. ``None`` where they cost nothing.
     """
-    is_kept, best, tokens = _allocate(survival, seconds, float(sure_tokens), 1 + least_gain)
-    return Allocation(is_kept, tokens, float(seconds[best]), float(seconds[0]))
+    if padding is None:
+        padding = Padding(np.zeros(len(survival), dtype=np.int64), 1, 0.0)
+    is_kept, tokens, cost, plain = _allocate(
+        survival,
+        seconds,
+        float(sure_tokens),
+        1 + least_gain,
+        padding.owners,
+        padding.num_requests,
+        float(padding.row_seconds),
+        padding.most_before,
+        padding.num_before,
+    )
+    return Allocation(is_kept, tokens, cost, plain)
 
 
 @numba.njit(cache=True)
 def _allocate(
-    survival: Float64Array, seconds: Float64Array, sure_tokens: float, least_ratio: float
-) -> tuple[NDArray[np.bool_], int, float]:
-    """What is kept, how many nodes that are, likeliest first, and the expected tokens with it."""
+    survival: Float64Array,
+    seconds: Float64Array,
+    sure_tokens: float,
+    least_ratio: float,
+    owners: Int64Array,
+    num_requests: int,
+    row_seconds: float,
+    most_before: int,
+    num_before: int,
+) -> tuple[NDArray[np.bool_], float, float, float]:
+    """What is kept, expected tokens and cost with it, and cost without any."""
     order = np.argsort(-survival, kind="mergesort")
-    best, best_tokens = 0, sure_tokens
-    best_rate = sure_tokens / seconds[0] * least_ratio
-    tokens = sure_tokens
-    for number in range(survival.size):
-        tokens += survival[order[number]]
-        rate = tokens / seconds[number + 1]
-        if rate > best_rate:
-            best, best_tokens, best_rate = number + 1, tokens, rate
+    ranks = np.zeros(survival.size, dtype=np.int64)
+    counts = np.zeros(max(num_requests, 1), dtype=np.int64)
+    for node in order:
+        counts[owners[node]] += 1
+        ranks[node] = counts[owners[node]]
+    longest = counts.max()
+    plain = seconds[0] + row_seconds * (num_requests * most_before - num_before)
+    best, best_cap = 0, 0
+    best_tokens, best_cost = sure_tokens, plain
+    best_rate = sure_tokens / plain * least_ratio
+    for cap in range(1 if row_seconds > 0 else longest, longest + 1):
+        tokens, number, most = sure_tokens, 0, most_before
+        for node in order:
+            if ranks[node] > cap:
+                continue
+            number += 1
+            most = max(most, ranks[node])
+            tokens += survival[node]
+            num_padded = num_requests * most - num_before - number
+            cost = seconds[number] + row_seconds * num_padded
+            if tokens / cost > best_rate:
+                best, best_cap, best_tokens, best_cost = number, cap, tokens, cost
+                best_rate = tokens / cost
     is_kept = np.zeros(survival.size, dtype=np.bool_)
-    is_kept[order[:best]] = True
-    return is_kept, best, best_tokens
+    for node in order:
+        if best == 0:
+            break
+        if ranks[node] <= best_cap:
+            is_kept[node] = True
+            best -= 1
+    return is_kept, best_tokens, best_cost, plain

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foredraft.control.allocate import Allocation, allocate
+from foredraft.control.allocate import Allocation, Padding, allocate
 from foredraft.control.cost_table import CostTable
 from foredraft.control.estimator import (
     AcceptanceTable,
@@ -55,13 +55,6 @@ MAX_AUTO_NODES = 31
 """Most draft nodes that ``auto`` gives a request: with the root, 32 rows, up to which bfloat16
 products were seen to give each row the same bits in any company."""
 
-CPU_BATCH_NODES = 128
-"""Most nodes over a batch on a CPU. There attention pads requests to the longest draft among them,
-so that one long draft is paid for by all."""
-
-_LEAST_MOST = 4
-"""However large the batch, a request may have so many nodes."""
-
 _NEGLIGIBLE = 0.02
 """A draft that costs less than this share of a step is free."""
 
@@ -85,8 +78,8 @@ and yet do not pay, as in a full batch, probes must not go on every few steps.""
 _YOUNG = 24
 """Verify steps during which the target's own probabilities are worth computing."""
 
-_DEAD_AFTER = 48
-_DEAD_BELOW = 0.02
+_DEAD_AFTER = 96
+_DEAD_BELOW = 0.01
 """A method with less than this acceptance over so many trials is dead."""
 
 _RETRY_AFTER = 256
@@ -199,18 +192,13 @@ class Controller:
 
     Args:
         traits: Says of a method what :class:`MethodTraits` holds.
-        batch_nodes: Most nodes that ``auto`` gives to a batch, shared evenly; ``None`` sets no
-            limit but the costs.
     """
 
-    def __init__(
-        self, traits: Callable[[str], MethodTraits], batch_nodes: int | None = None
-    ) -> None:
+    def __init__(self, traits: Callable[[str], MethodTraits]) -> None:
         """Know nothing yet; the first request with ``auto`` brings the cost table."""
         self.cost_table: CostTable | None = None
         self.last: Allocation | None = None
         self._traits = traits
-        self._batch_nodes = batch_nodes
         self._methods: dict[str, _Method] = {}
         self._requests: dict[str, _Request] = {}
         self._view: _View | None = None
@@ -228,9 +216,6 @@ class Controller:
         for method in view.names:
             self._method(method).num_steps += 1
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
-        most = MAX_AUTO_NODES
-        if self._batch_nodes is not None:
-            most = max(_LEAST_MOST, min(most, self._batch_nodes // len(plan.segments)))
         is_on = {method: self._is_on(method) for method in view.names if method != PLAIN}
         forecast: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):
@@ -241,7 +226,7 @@ class Controller:
             if not speculation.is_auto:
                 nodes[index] = min(int(speculation.num_speculative_tokens), room)
             elif self.cost_table is not None and is_on[speculation.method]:
-                nodes[index] = min(room, most)
+                nodes[index] = min(room, MAX_AUTO_NODES)
                 if not (view.is_walk[index] and self._is_free(speculation.method)):
                     forecast.setdefault(speculation.method, []).append(index)
         for method, indices in forecast.items():
@@ -270,7 +255,10 @@ class Controller:
         seconds = self.cost_table.seconds(len(plan.segments), rows, view.context)
         is_idle = len(offered) > 0 and all(view.notes[i].num_idle for i in set(owners[on_offer]))
         sure_tokens = view.num_picks + float(survival[~on_offer].sum())
-        chosen = allocate(offered, seconds[1:], sure_tokens, _LEAST_GAIN if is_idle else 0.0)
+        counts = np.bincount(owners[~on_offer], minlength=len(view.notes))
+        padding = self._padding(view, owners[on_offer], int(counts.max()), num_kept)
+        least_gain = _LEAST_GAIN if is_idle else 0.0
+        chosen = allocate(offered, seconds[1:], sure_tokens, least_gain, padding)
         keep = np.ones(len(owners), dtype=np.bool_)
         rate = chosen.expected_tokens / chosen.seconds
         gain = rate * seconds[0] / sure_tokens if num_kept == 0 and chosen.is_kept.any() else np.inf
@@ -306,8 +294,14 @@ class Controller:
             return
         view = self._view_of(plan)
         if view.is_decoding:
-            num_rows = int(target.row_offsets[-1])
-            self.cost_table.observe(len(plan.segments), num_rows, view.context, step_seconds)
+            num_nodes = drafts.num_nodes
+            self.cost_table.observe(
+                len(plan.segments),
+                int(target.row_offsets[-1]),
+                view.context,
+                step_seconds,
+                int(len(num_nodes) * num_nodes.max() - num_nodes.sum()),
+            )
         self._learn_draft_costs(view, drafts, draft_seconds)
         owners, above, bins = _read(view, drafts)
         values, weights = _outcomes(drafts.offsets, above, verdict.path, verdict.path_offsets)
@@ -388,6 +382,14 @@ class Controller:
         plain = float(self.cost_table.seconds(len(view.methods), rows, view.context)[0])
         return Allocation(np.zeros(0, dtype=np.bool_), float(view.num_picks), plain, plain)
 
+    def _padding(
+        self, view: _View, owners: Int64Array, most_before: int, num_before: int
+    ) -> Padding:
+        """What unequal drafts cost in this step."""
+        assert self.cost_table is not None
+        row_seconds = self.cost_table.padding_seconds(view.context)
+        return Padding(owners, len(view.notes), row_seconds, most_before, num_before)
+
     def _says_more(self, view: _View, index: int) -> bool:
         """Whether the target's probabilities are worth computing for a request's draft.
 
@@ -461,7 +463,9 @@ class Controller:
         for level in range(1, deepest + 1):
             offered = survival[:, :level].ravel()
             draft = unit * (1 if traits.cost == "once" else level)
-            chosen = allocate(offered, step[: len(offered) + 1] + draft, view.num_picks, 0.0)
+            padding = self._padding(view, np.repeat(indices, level), 0, 0)
+            costs = step[: len(offered) + 1] + draft
+            chosen = allocate(offered, costs, view.num_picks, 0.0, padding)
             rate = chosen.expected_tokens / chosen.seconds
             if chosen.is_kept.any() and rate > max(best_rate, least):
                 best_rate, best = rate, chosen.is_kept.reshape(len(indices), level).sum(axis=1)
@@ -630,7 +634,8 @@ def load_kernels() -> None:
     table.observe("", bins, np.ones(2), np.ones(2))
     survival = survival_of(above, table.acceptance(bins, ""))
     costs = CostTable([PassTime(1, rows, 0, 1.0, 0.0) for rows in (1, 2)])
-    chosen = allocate(survival, costs.seconds(1, np.arange(1.0, 4.0), 0.0), 1.0, 0.0)
+    padding = Padding(np.zeros(2, dtype=np.int64), 1, 0.0)
+    chosen = allocate(survival, costs.seconds(1, np.arange(1.0, 4.0), 0.0), 1.0, 0.0, padding)
     costs.observe(1, 2, 0.0, 1.0)
     _outcomes(offsets, above, np.array([1, 2]), offsets)
     _renumber(parents, offsets, chosen.is_kept)

@@ -60,6 +60,7 @@ class CostTable:
             np.array([rows for _, _, rows in order], dtype=np.float64),
             np.array([cells[key] for key in order], dtype=np.float64),
         )
+        self._pair_seconds = self._attention_cost(lines)
         self._learnt = (
             np.array([0.0, _FIRST]),
             np.zeros((_NUM_KINDS, _NUM_KINDS)),
@@ -82,14 +83,58 @@ class CostTable:
         )
         return out
 
+    def padding_seconds(self, context: float) -> float:
+        """Seconds that a row of padding costs in attention, over ``context`` tokens.
+
+        Its keys are read and its scores computed, layer by layer; nothing else. How much that is
+        shows in how the time of a row grows with the context; 0 where no two contexts were
+        measured.
+        """
+        return self._pair_seconds * context * float(np.exp(self._learnt[0][0]))
+
     def steps_since_plain(self, num_requests: int) -> int:
         """Steps observed with batches of this kind since one of them held no draft."""
         return int(self._learnt[3][_kind(num_requests)])
 
-    def observe(self, num_requests: int, num_rows: int, context: float, seconds: float) -> None:
-        """Learn from a step that held decode rows alone and took so many seconds."""
+    def observe(
+        self,
+        num_requests: int,
+        num_rows: int,
+        context: float,
+        seconds: float,
+        num_padded: int = 0,
+    ) -> None:
+        """Learn from a step that held decode rows alone and took so many seconds.
+
+        Args:
+            num_requests: Requests of the step.
+            num_rows: Its rows, all requests together.
+            context: Mean tokens of a request in the cache.
+            seconds: What it took.
+            num_padded: Rows of padding in its attention.
+        """
+        seconds -= num_padded * self.padding_seconds(context)
         if seconds > 0:
             _observe(num_requests, num_rows, float(context), seconds, *self._table, *self._learnt)
+
+    def _attention_cost(self, lines: list[tuple[int, int]]) -> float:
+        """Seconds of a row for each token of context, from batches measured at two contexts."""
+        found = []
+        for batch in sorted({batch for batch, _ in lines}):
+            contexts = [context for other, context in lines if other == batch]
+            slopes = []
+            for context in contexts:
+                line = lines.index((batch, context))
+                cells = slice(*self._table[3][line : line + 2])
+                rows, seconds = self._table[4][cells], self._table[5][cells]
+                # Beyond the first node, whose time jumps, and where all are measured.
+                is_used = (rows >= 2 * batch) & (rows <= 9 * batch)
+                if is_used.sum() >= 2:
+                    slopes.append((context, np.polyfit(rows[is_used], seconds[is_used], 1)[0]))
+            if len(slopes) > 1:
+                (near, slope), (far, steeper) = slopes[0], slopes[-1]
+                found.append(max(0.0, (steeper - slope) / (far - near)))
+        return float(np.median(found)) if found else 0.0
 
 
 @numba.njit(cache=True)

@@ -80,9 +80,7 @@ class Engine:
         )
         self.runner = Runner(self.target, self.cache)
         self.drafting = Drafting(self.config.drafter_options, self.target, drafters or {})
-        is_cpu = self.target.device.type == "cpu"
-        batch_nodes = controller.CPU_BATCH_NODES if is_cpu else None
-        self.controller = Controller(self._traits, batch_nodes)
+        self.controller = Controller(self._traits)
         self.last_step: StepStats | None = None
         self.stats = EngineStats()
         verification.load_kernels()

@@ -23,9 +23,13 @@ _BEND = 0.025
 
 _QUICK_SECONDS = 1.0
 _QUICK_ROUNDS = 2
-_QUICK_CONTEXT = 128
-_QUICK_SHAPES = ((1, (1, 2, 3, 5, 9, 17, 32)), (4, (4, 5, 12, 36)), (16, (16, 17, 32, 80)))
-"""Requests, and rows of all: enough to begin with, since steps correct the table."""
+_QUICK_SHAPES = (
+    (1, 128, (1, 2, 3, 5, 9, 17, 32)),
+    (4, 128, (4, 5, 12, 36)),
+    (4, 512, (4, 12, 36)),
+    (16, 128, (16, 17, 32, 80)),
+)
+"""Requests, context, and rows of all: enough to begin with, since steps correct the table."""
 
 
 @contextmanager
@@ -87,13 +91,13 @@ def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ..
     deadline = time.monotonic() + _QUICK_SECONDS
     cells: list[PassTime] = []
     rows: tuple[int, ...]
-    for num_requests, rows in _QUICK_SHAPES:
+    for num_requests, context, rows in _QUICK_SHAPES:
         if num_requests > cache.num_free_slots or (cells and time.monotonic() > deadline):
             break
         longest = cache.capacity - 1 - max(rows) // num_requests
         if longest < 1:
             rows, longest = (num_requests,), max(0, cache.capacity - 2)
-        context = min(_QUICK_CONTEXT, longest)
+        context = min(context, longest)
         with prepared_requests(runner, cache, num_requests, context) as seconds:
             # From both ends, so that what time allows spans the range.
             order = [rows[0], *reversed(rows[1:])]

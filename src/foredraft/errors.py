@@ -30,5 +30,9 @@ class ProfileError(ForedraftError, ValueError):
     """A measured profile or a recorded trace that is missing, damaged, or of something else."""
 
 
+class StoreError(ForedraftError):
+    """A file of past texts that is damaged or cannot be written; drafting goes on without it."""
+
+
 class PlanError(ForedraftError, ValueError):
     """Numbers that the arithmetic cannot work with."""

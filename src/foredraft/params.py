@@ -159,6 +159,9 @@ class SpeculationParams:
             ``auto`` (the default) decides at every step how many pay, or none.
         verification: ``walk`` (the default: token-identical to plain decoding), or one of the
             classical rules ``rejection``, ``block`` (chains only) and ``traversal``: exact in law.
+        suffix_scope: Whose past responses may be drafted from, and who may draft from this one: a
+            name for a tenant, say. Requests that name none share a scope.
+        prediction: The text that is expected, or its token ids, for the method ``prediction``.
 
     Raises:
         InvalidRequestError: A value outside what is stated above.
@@ -167,6 +170,8 @@ class SpeculationParams:
     method: str = "ngram"
     num_speculative_tokens: int | str = AUTO
     verification: str = "walk"
+    suffix_scope: str = ""
+    prediction: str | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check every field; whether the method exists is checked where the registry is known."""
@@ -189,6 +194,23 @@ class SpeculationParams:
                 f"{', '.join(VERIFICATIONS)}. "
                 "Leave it out for 'walk'."
             )
+        if not isinstance(self.suffix_scope, str):
+            raise InvalidRequestError(
+                f"suffix_scope is {self.suffix_scope!r}; allowed is a string. Leave it out to "
+                "share."
+            )
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            allowed = "a text, or token ids of 0 or more"
+            if isinstance(self.prediction, bytes) or not hasattr(self.prediction, "__iter__"):
+                raise InvalidRequestError(
+                    f"prediction is {self.prediction!r}; allowed is {allowed}. Leave it out."
+                )
+            ids = tuple(_integer("prediction", t, allowed, "Remove it.") for t in self.prediction)
+            if any(token_id < 0 for token_id in ids):
+                raise InvalidRequestError(
+                    f"prediction holds {min(ids)}; allowed is {allowed}. Remove it."
+                )
+            object.__setattr__(self, "prediction", ids)
 
     @property
     def is_auto(self) -> bool:

@@ -16,6 +16,9 @@ PLAIN = "none"
 
 METHODS: dict[str, str] = {
     "ngram": "foredraft.drafters.ngram:NgramDrafter",
+    "prediction": "foredraft.drafters.prediction:PredictionDrafter",
+    "recycling": "foredraft.drafters.recycling:RecyclingDrafter",
+    "suffix": "foredraft.drafters.suffix:SuffixDrafter",
     "synthetic": "foredraft.drafters.synthetic:SyntheticDrafter",
 }
 

@@ -6,15 +6,25 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
+from foredraft.drafters.recycling import RecyclingDrafter
 from foredraft.drafters.synthetic import SyntheticDrafter
 from foredraft.errors import ConfigError, InvalidRequestError
 from foredraft.params import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculationParams
 from foredraft.registry import METHODS, PLAIN, drafter_class
 from foredraft.tree import tree
-from foredraft.types import Budgets, DraftBatch, Request, Segment, StepPlan
+from foredraft.types import (
+    Budgets,
+    DraftBatch,
+    Request,
+    Segment,
+    StepPlan,
+    TargetOutput,
+    Verdict,
+)
 from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
 
 SMALL = 12
@@ -34,7 +44,18 @@ def make(method: str, vocab_size: int = SMALL, max_model_len: int = 512) -> Draf
 
 
 def acquaint(drafter: Drafter, segments: list[Segment], rng: np.random.Generator) -> None:
-    """Tell a drafter that needs it how each text goes on."""
+    """Tell a drafter that needs it how each text goes on, or what the target thinks of it."""
+    if isinstance(drafter, RecyclingDrafter) and segments:
+        ends = np.arange(len(segments) + 1)
+        none = np.zeros(0, dtype=np.int64)
+        zeros = np.zeros(len(segments) + 1, dtype=np.int64)
+        logits = torch.from_numpy(rng.normal(size=(len(segments), SMALL)).astype(np.float32))
+        drafter.observe(
+            StepPlan(tuple(segments)),
+            DraftBatch.empty(len(segments)),
+            TargetOutput(logits, ends, {}, ends),
+            Verdict(none, zeros, none, ends, np.ones(len(segments), dtype=np.bool_)),
+        )
     if isinstance(drafter, SyntheticDrafter):
         for segment in segments:
             coming = rng.integers(0, SMALL, 20)
@@ -59,7 +80,13 @@ def segment_of(
         request_id,
         token_ids[: max(1, len(token_ids) // 2)],
         SamplingParams(temperature=1.0),
-        SpeculationParams("ngram", 8, verification),
+        # What is foreseen is the output so far and how it might go on.
+        SpeculationParams(
+            "ngram",
+            8,
+            verification,
+            prediction=(*token_ids[max(1, len(token_ids) // 2) :].tolist(), 1, 2, 3, 1, 2),
+        ),
         7,
         256,
         frozenset(),
@@ -245,6 +272,16 @@ def plain(target) -> dict[float, list[list[int]]]:
     }
 
 
+def foreseen(
+    method: str, num: int, texts: list[list[int]], verification: str = "walk"
+) -> list[SpeculationParams]:
+    """How each text is drafted; where a method wants to know what to expect, most of it is told."""
+    return [
+        SpeculationParams(method, num, verification, prediction=[*text[:9], 5, *text[10:]])
+        for text in texts
+    ]
+
+
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("num", [1, 3, 8, 40])
 def test_the_text_is_plain_decodings(
@@ -254,7 +291,8 @@ def test_the_text_is_plain_decodings(
     the_engine = engine(target, max_num_requests=3, max_num_batched_tokens=16)
     if method == "synthetic":  # it drafts what it has seen before
         run(the_engine, PROMPTS, samplings(temperature), SpeculationParams(method, num))
-    ended = run_to_end(the_engine, PROMPTS, samplings(temperature), SpeculationParams(method, num))
+    speculations = foreseen(method, num, plain[temperature])
+    ended = run_to_end(the_engine, PROMPTS, samplings(temperature), speculations)
     assert [one.ids for one in ended] == plain[temperature]
     if temperature == 0:  # greedy texts of a random model are loops, so there is much to find
         assert sum(one.stats.num_accepted_tokens for one in ended) > 0
@@ -268,7 +306,8 @@ def test_greedy_is_plain_under_every_rule(target, plain, method: str, verificati
         with pytest.raises(InvalidRequestError, match=f"method '{method}' cannot serve"):
             the_engine.add(PROMPTS[0], None, speculation)
         return
-    ended = run_to_end(the_engine, PROMPTS, samplings(0.0), speculation)
+    speculations = foreseen(method, 6, plain[0.0], verification)
+    ended = run_to_end(the_engine, PROMPTS, samplings(0.0), speculations)
     assert [one.ids for one in ended] == plain[0.0]
     assert sum(one.stats.num_accepted_tokens for one in ended) > 0
 

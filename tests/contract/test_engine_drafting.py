@@ -46,7 +46,9 @@ class Recording(Drafter):
             dist_ids,
         )
 
-    def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:
+    def observe(
+        self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
+    ) -> None:
         self.observed.append(len(plan.segments))
 
 

@@ -385,7 +385,7 @@ def test_a_drafter_that_raises_hurts_nobody_else(where: str) -> None:
                 raise KeyError("out of ideas")
             return super().propose(plan, budgets)
 
-        def observe(self, plan, target, verdict):  # type: ignore[no-untyped-def]
+        def observe(self, plan, drafts, target, verdict):  # type: ignore[no-untyped-def]
             if where == "observe":
                 raise KeyError("out of ideas")
 

@@ -420,7 +420,7 @@ def test_needs_nothing_and_keeps_the_contract_defaults():
     assert isinstance(drafter, Drafter)
     assert NgramDrafter.Config is NgramConfig
     assert drafter.needs == Needs(hidden_layers=(), draft_probs=False)
-    assert drafter.observe(StepPlan(()), None, None) is None
+    assert drafter.observe(StepPlan(()), DraftBatch.empty(0), None, None) is None
     with pytest.raises(TypeError, match="abstract"):
         Drafter(NgramConfig(), DrafterContext(1, 1))
 

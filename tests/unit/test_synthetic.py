@@ -13,7 +13,7 @@ from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.synthetic import SyntheticConfig, SyntheticDrafter
 from foredraft.errors import ConfigError
 from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.types import Budgets, Request, Segment, StepPlan, TargetOutput, Verdict
+from foredraft.types import Budgets, DraftBatch, Request, Segment, StepPlan, TargetOutput, Verdict
 
 VOCAB = 1000
 PROMPT = np.arange(5, dtype=np.int64)
@@ -119,7 +119,8 @@ def observe(drafter: SyntheticDrafter, length: int, emitted: list[int]) -> None:
         none[:0], none, tokens, np.array([0, len(tokens)]), np.ones(1, dtype=np.bool_)
     )
     plan = StepPlan((segment(length),))
-    drafter.observe(plan, TargetOutput(None, none, {}, none), verdict)  # type: ignore[arg-type]
+    output = TargetOutput(None, none, {}, none)  # type: ignore[arg-type]
+    drafter.observe(plan, DraftBatch.empty(1), output, verdict)
 
 
 def test_the_first_run_makes_a_text_known() -> None:

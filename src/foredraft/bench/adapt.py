@@ -25,13 +25,14 @@ from foredraft.engine.profiling import known_profile, measure_profile
 from foredraft.engine.request_state import RequestState
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import Profile
+from foredraft.plan.trace import trace_line
 from foredraft.registry import PLAIN
 
 BATCHES = (1, 2, 4, 8, 16)
 FIXED = (1, 2, 4, 8, 16)
 _NUM_TOKENS = 48
 _NUM_LOOP_TOKENS = 160
-_LEAST_STEPS = 32
+_LEAST_STEPS = 24
 _SIDES: dict[str, SpeculationParams] = {
     "plain": SpeculationParams(PLAIN, 0),
     **{f"fixed {n}": SpeculationParams("ngram", n) for n in FIXED},
@@ -57,6 +58,7 @@ class _Run:
         steps: Draft tokens and rows of each step, its tokens and its requests.
         controller_share: Time to decide, as a share of those steps.
         foreseen: The controller's own forecast of the speedup, where it made one.
+        traces: Trace lines of its requests that decoded.
     """
 
     tokens_per_s: float
@@ -64,6 +66,7 @@ class _Run:
     steps: list[tuple[int, int, int]]
     controller_share: float
     foreseen: float | None
+    traces: list[str]
 
 
 def run(
@@ -73,8 +76,19 @@ def run(
     kinds: Sequence[str] = workloads.KINDS,
     num_tokens: int = _NUM_TOKENS,
     sim_batches: Sequence[int] = _SIM_BATCHES,
+    trace: Callable[[list[str]], None] = lambda lines: None,
 ) -> dict[str, Any]:
-    """Measure every cell on ``model``, simulate the rest; return the report."""
+    """Measure every cell on ``model``, simulate the rest; return the report.
+
+    Args:
+        model: The target.
+        rounds: Interleaved rounds.
+        batches: Requests that decode at once.
+        kinds: Of work.
+        num_tokens: Counted tokens a request, at least.
+        sim_batches: Of the simulation.
+        trace: Given the trace lines of every request that drafted as ``auto`` decided.
+    """
     with harness.Progress("bench adapt") as progress:
         progress("loading")
         llm = LLM(model, notify=progress.say)
@@ -90,7 +104,9 @@ def run(
         _decode(llm, clock, workloads.prompts_of("copy", 2), _SIDES["auto"], num_tokens)
         for kind in kinds:
             for batch in batches:
-                cells.append(_cell(llm, profile, clock, kind, batch, rounds, num_tokens, progress))
+                cell, lines = _cell(llm, profile, clock, kind, batch, rounds, num_tokens, progress)
+                cells.append(cell)
+                trace(lines)
                 progress.say(_line(cells[-1]))
         peak = _peak(llm, clock, rounds, progress)
         simulated = _simulated(sim_batches, progress)
@@ -134,15 +150,15 @@ def _decode(
     speculation: SpeculationParams,
     num_tokens: int,
 ) -> _Run:
-    """Decode under steady traffic: who has ``num_tokens`` leaves, and the next prompt comes.
+    """Decode under steady traffic: who has three times ``num_tokens`` leaves, and the next comes.
 
-    So the batch keeps its size, and a fast request neither leaves the slow ones to a smaller batch
-    nor goes on into a text that the others never reach. Steps with prompts in them are run but not
-    counted. It ends when the counted steps have emitted ``num_tokens`` a request, and are enough
-    for a rate: where much is drafted, a step emits many tokens.
+    So the batch keeps its size, and a fast request does not leave the slow ones to a smaller batch.
+    Steps with prompts in them are run but not counted. It ends when the counted steps have emitted
+    ``num_tokens`` a request, and are enough for a rate: where much is drafted, a step emits many
+    tokens.
     """
     engine = llm.engine
-    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=3 * num_tokens, ignore_eos=True)
     ids = [llm.encode(prompt) for prompt in prompts]
     states: list[RequestState] = []
 
@@ -177,6 +193,11 @@ def _decode(
         steps,
         deciding / seconds,
         plain_s / foreseen_s if foreseen_s else None,
+        [
+            trace_line("ngram", len(prompts), 0.0, state.stats.num_tokens, state.stats.steps)
+            for state in states
+            if state.stats.steps
+        ],
     )
 
 
@@ -189,8 +210,8 @@ def _cell(
     rounds: int,
     num_tokens: int,
     progress: harness.Progress,
-) -> dict[str, Any]:
-    """One kind of work at one batch size: every side, in turn."""
+) -> tuple[dict[str, Any], list[str]]:
+    """One kind of work at one batch size: every side, in turn; and what ``auto`` traced."""
     prompts = workloads.prompts_of(kind, batch)
     runs: dict[str, list[_Run]] = {name: [] for name in _SIDES}
 
@@ -210,7 +231,7 @@ def _cell(
     auto = runs["auto"][-1]
     plain_texts = runs["plain"][0].texts
     speedups = {name: harness.ratio(rates[name], rates["plain"]) for name in _SIDES}
-    return {
+    cell = {
         "what": "embedded model",
         "kind": kind,
         "batch": batch,
@@ -232,6 +253,7 @@ def _cell(
             for name, done in runs.items()
         },
     }
+    return cell, auto.traces
 
 
 def _predicted(profile: Profile, steps: Sequence[tuple[int, int, int]]) -> float:

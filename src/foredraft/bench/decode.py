@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from foredraft.bench import harness, workloads
 from foredraft.engine.llm import LLM
 from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.plan.trace import trace_line
 from foredraft.types import DraftBatch, Request, Segment, StepPlan
 
 _PLAIN = SpeculationParams("none", 0)
@@ -29,15 +31,23 @@ _ROWS = (2, 4, 8, 16)
 _VERIFY_CONTEXT = 300
 
 
-def run(model: str, rounds: int) -> dict[str, Any]:
-    """Measure everything on ``model`` in the dtype the machine prefers; return the report."""
+def run(
+    model: str, rounds: int, trace: Callable[[list[str]], None] = lambda lines: None
+) -> dict[str, Any]:
+    """Measure everything on ``model`` in the dtype the machine prefers; return the report.
+
+    Args:
+        model: The target.
+        rounds: Interleaved rounds.
+        trace: Given the trace lines of every request that drafted.
+    """
     with harness.Progress("bench decode") as progress:
         progress("loading")
         llm = LLM(model, notify=progress.say)
         cells: list[dict[str, Any]] = []
         summary: dict[str, Any] = {}
         _verify_cost(llm, rounds, cells, summary, progress)
-        _workloads(llm, rounds, cells, summary, progress)
+        _workloads(llm, rounds, cells, summary, progress, trace)
         _memory(llm, cells, summary, progress)
         _against_transformers(llm, rounds, cells, summary, progress)
         for line in _table(summary):
@@ -110,6 +120,7 @@ def _workloads(
     cells: list[dict[str, Any]],
     summary: dict[str, Any],
     progress: harness.Progress,
+    trace: Callable[[list[str]], None],
 ) -> None:
     """N-gram drafting against plain decoding, prompt included, to the model's own end."""
     host_shares = []
@@ -129,6 +140,8 @@ def _workloads(
         rates = harness.interleave(sides, rounds, tell=progress)
         plain, ngram = rates[f"{name} plain"], rates[f"{name} ngram"]
         summary[f"ngram_vs_plain_{name}"] = harness.ratio(ngram, plain)
+        drafted = outputs["ngram"].stats
+        trace([trace_line("ngram", 1, 0.0, drafted.num_tokens, drafted.steps)])
         for key, values in (("plain", plain), ("ngram", ngram)):
             stats = outputs[key].stats
             total = stats.draft_s + stats.target_s + stats.verify_s + stats.host_s

@@ -11,6 +11,7 @@ import typer
 from foredraft.cli.files import check_output
 from foredraft.errors import InvalidRequestError
 from foredraft.model.source import find_source
+from foredraft.plan.trace import append_trace
 
 _BENCHES = ("decode", "adapt")
 
@@ -20,6 +21,12 @@ def bench(
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append what became of every draft to this file, for 'foredraft plan --trace'."
+        ),
+    ] = None,
 ) -> None:
     """Run a benchmark; the last line of its output is one JSON object.
 
@@ -31,9 +38,14 @@ def bench(
         raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
     find_source(model)
     check_output("--out", out)
+    check_output("--trace", trace)
     import importlib
 
-    report = importlib.import_module(f"foredraft.bench.{name}").run(model, rounds)
+    def record(lines: list[str]) -> None:
+        if trace is not None:
+            append_trace(trace, lines)
+
+    report = importlib.import_module(f"foredraft.bench.{name}").run(model, rounds, trace=record)
     line = json.dumps(report)
     if out is not None:
         out.write_text(line + "\n", encoding="utf-8")

@@ -119,6 +119,23 @@ def generate(
             f"{_DEFAULT_ROUNDS}."
         ),
     ] = None,
+    suffix_corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file that --method suffix learns before it starts. May be repeated."
+        ),
+    ] = None,
+    suffix_store: Annotated[
+        Path | None,
+        typer.Option(
+            help="Past responses for --method suffix: read if the file is there, written at the "
+            "end."
+        ),
+    ] = None,
+    prediction_file: Annotated[
+        Path | None,
+        typer.Option(help="The text that is expected, for --method prediction."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")
     ] = "auto",
@@ -148,13 +165,24 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()),
         ignore_eos=ignore_eos,
     )
-    speculation = SpeculationParams(method, _number(num_speculative_tokens), verification)
+    speculation = SpeculationParams(
+        method,
+        _number(num_speculative_tokens),
+        verification,
+        prediction=_prediction(prediction_file, method),
+    )
     check_method(method)
     if method != PLAIN and method not in METHODS:
         drafter_class(method)
     num_rounds = _check_rounds(rounds, compare)
     check_output("--trace", trace)
-    config = EngineConfig(model, dtype, device, max_model_len=max_model_len)
+    config = EngineConfig(
+        model,
+        dtype,
+        device,
+        max_model_len=max_model_len,
+        drafter_options=_drafter_options(method, suffix_corpus or [], suffix_store),
+    )
     find_source(config.model)
     every = read_prompts(prompts or [], prompt_file or [], chat)
     logging.getLogger("foredraft").setLevel(logging.WARNING)
@@ -184,6 +212,7 @@ def generate(
         result.pop("steps", None)
         if as_json:
             _print_json(result)
+    llm.close()
     if num_failed:
         raise typer.Exit(1)
 
@@ -197,6 +226,42 @@ def _number(text: str) -> int | str:
         return int(text)
     except ValueError:
         return text
+
+
+def _prediction(path: Path | None, method: str) -> str | None:
+    """The expected text, for the one method that reads it."""
+    if path is None:
+        return None
+    if method != "prediction":
+        raise InvalidRequestError(
+            f"--prediction-file is for --method prediction, and the method is {method!r}; change "
+            "one of them."
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"the prediction file {path} cannot be read as text ({type(error).__name__}); allowed "
+            "is a UTF-8 text file."
+        ) from error
+
+
+def _drafter_options(
+    method: str, corpus: list[Path], store: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Options of the suffix method, where some are given."""
+    options: dict[str, Any] = {}
+    if corpus:
+        options["corpus"] = tuple(map(str, corpus))
+    if store is not None:
+        check_output("--suffix-store", store)
+        options["store"] = str(store)
+    if options and method != "suffix":
+        raise InvalidRequestError(
+            f"--suffix-corpus and --suffix-store are for --method suffix, and the method is "
+            f"{method!r}; change one of them."
+        )
+    return {method: options} if options else {}
 
 
 def _check_rounds(rounds: int | None, compare: bool) -> int:
@@ -225,6 +290,7 @@ def _load(config: EngineConfig, screen: Screen) -> LLM:
             dtype=config.dtype,
             device=config.device,
             max_model_len=config.max_model_len,
+            drafter_options=config.drafter_options,
         )
 
 

@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from foredraft.params import VERIFICATIONS
-from foredraft.types import Budgets, DraftBatch, StepPlan, TargetOutput, Verdict
+from foredraft.types import (
+    Budgets,
+    DraftBatch,
+    Int64Array,
+    Request,
+    StepPlan,
+    TargetOutput,
+    Verdict,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +60,12 @@ class DrafterContext:
     Attributes:
         vocab_size: Size of the target's vocabulary; every drafted id is below it.
         max_model_len: Most tokens (prompt and output) a request can ever hold.
+        tokenizer: The target's tokenizer (Transformers' own), or ``None`` where it has none.
     """
 
     vocab_size: int
     max_model_len: int
+    tokenizer: Any = None
 
 
 class Drafter(ABC):
@@ -102,16 +112,35 @@ class Drafter(ABC):
             ``segment.request.speculation.allows_trees`` is false, the tree is a chain.
         """
 
-    def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:
+    def observe(
+        self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
+    ) -> None:
         """Look at what a step brought; called after the commit of every step, prompt chunks too.
 
         The default does nothing, for drafters that read committed tokens alone.
 
         Args:
             plan: The plan of the step; its ``token_ids`` are those from before the commit.
+            drafts: What was verified: of every method, and after it was trimmed.
             target: What the target pass gave, for every row of the step.
             verdict: What was accepted and emitted, before any stop rule.
         """
+        return None
+
+    def finish(self, request: Request, token_ids: Int64Array) -> None:
+        """Look at a whole text; called when a request ended by itself, before it is forgotten.
+
+        It is called for every request of the engine, whatever its method. The default does nothing,
+        for drafters that keep nothing of a text that has ended.
+
+        Args:
+            request: The request.
+            token_ids: int64 [length], prompt and output, after every stop rule.
+        """
+        return None
+
+    def close(self) -> None:
+        """Let go of what outlives a request: called once, when the engine is closed."""
         return None
 
     def forget(self, request_id: str) -> None:

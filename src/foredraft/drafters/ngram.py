@@ -73,6 +73,8 @@ class NgramConfig:
         draft_len_factor: A continuation is drafted for at most this many tokens for each token of
             context that matched, 1 to 128: long matches last, short ones do not. 128 lifts the
             limit.
+        min_hits: An n-gram must have come so many times before to be drafted from, 1 to
+            ``num_candidates``; one that came less often counts by a shorter end of it that did.
 
     Raises:
         ConfigError: A value outside what is stated above.
@@ -83,6 +85,7 @@ class NgramConfig:
     num_branches: int = 2
     num_candidates: int = 16
     draft_len_factor: int = 2
+    min_hits: int = 1
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -96,6 +99,8 @@ class NgramConfig:
         _check_integer("num_candidates", self.num_candidates, 1, _MAX_CANDIDATES, advice)
         advice = "Use 128 to draft as far as the budget goes."
         _check_integer("draft_len_factor", self.draft_len_factor, 1, _MAX_DRAFT_LEN_FACTOR, advice)
+        advice = "It may not exceed num_candidates; leave it out for 1."
+        _check_integer("min_hits", self.min_hits, 1, self.num_candidates, advice)
 
 
 class _Index:
@@ -273,6 +278,7 @@ class NgramDrafter(Drafter):
             self.config.num_candidates,
             num_branches,
             self.config.draft_len_factor,
+            self.config.min_hits,
             limit,
             self.context.vocab_size,
             out_token_ids,
@@ -462,6 +468,7 @@ def _index_and_draft(
     num_candidates: int,
     num_branches: int,
     draft_len_factor: int,
+    min_hits: int,
     limit: int,
     vocab_size: int,
     out_token_ids: Int64Array,
@@ -480,6 +487,10 @@ def _index_and_draft(
     lens = np.empty(num_candidates, dtype=np.int64)
     count = _find_candidates(token_ids, previous, min_ngram_len, num_candidates, ends, lens)
     num_nodes = 0
+    if count < min_hits:
+        return 0
+    # A longer match than this came too seldom; by its end it came often enough.
+    lens[:count] = np.minimum(lens[:count], lens[min_hits - 1])
     for candidate in range(count):
         before = num_nodes
         num_nodes = _add_path(

@@ -146,7 +146,9 @@ class SyntheticDrafter(Drafter):
         parents = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths] or [lengths])
         return DraftBatch(np.concatenate(token_ids or [lengths]), parents, offsets)
 
-    def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:
+    def observe(
+        self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
+    ) -> None:
         """Keep up with the texts that run, to know them the next time."""
         for index, segment in enumerate(plan.segments):
             emitted = verdict.token_ids[

@@ -49,7 +49,9 @@ class Drafting:
         """Check the options of every method that has some; other drafters are made on first use."""
         self._options = options
         self.context = DrafterContext(
-            vocab_size=target.vocab_size, max_model_len=target.max_model_len
+            vocab_size=target.vocab_size,
+            max_model_len=target.max_model_len,
+            tokenizer=target.tokenizer,
         )
         self._drafters: dict[str, Drafter] = dict(drafters)
         self._is_warned: set[str] = set()
@@ -121,14 +123,30 @@ class Drafting:
             return DraftBatch.empty(num_segments)
         return batches[0] if len(batches) == 1 else _merge(batches, num_segments)
 
-    def observe(self, plan: StepPlan, target: TargetOutput, verdict: Verdict) -> None:
+    def observe(
+        self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
+    ) -> None:
         """Show every drafter what came of the step; one that raises misses it."""
         for method, drafter in self._drafters.items():
             try:
-                drafter.observe(plan, target, verdict)
+                drafter.observe(plan, drafts, target, verdict)
             except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
                 problem = f"may be worse, since it did not observe a step ({error})"
                 self._warn(method, problem, error)
+
+    def finish(self, request: Request, token_ids: Int64Array) -> None:
+        """Show every drafter a text that has ended by itself; one that raises misses it."""
+        for method, drafter in self._drafters.items():
+            try:
+                drafter.finish(request, token_ids)
+            except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
+                problem = f"may be worse, since it did not see how a text ended ({error})"
+                self._warn(method, problem, error)
+
+    def close(self) -> None:
+        """Let every drafter save what it keeps."""
+        for drafter in self._drafters.values():
+            drafter.close()
 
     def forget(self, request: Request) -> None:
         """Let the request's drafter drop what it keeps of it."""

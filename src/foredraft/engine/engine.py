@@ -116,6 +116,7 @@ class Engine:
         name = request_id or self._free_name()
         if name in self.scheduler:
             raise InvalidRequestError(f"request_id {name!r} is in use; choose another.")
+        speculation = self._with_prediction_ids(speculation)
         request = self._request(name, _check_prompt(prompt_ids, self.target), sampling, speculation)
         self.drafting.prepare(request)
         if speculation.is_auto and not speculation.is_plain:
@@ -149,14 +150,18 @@ class Engine:
             self.cache,
             self.drafting.take_failures(),
         )
-        self.drafting.observe(plan, target, verdict)
+        self.drafting.observe(plan, drafts, target, verdict)
         clock.lap("host")
         seconds = clock.seconds["target"] + clock.seconds["verify"]
         self.controller.observe(plan, drafts, target, verdict, seconds, self.drafting.seconds)
         states = [self.scheduler.running[s.request.request_id] for s in plan.segments]
         for delta in deltas:
-            if delta.finish_reason is not None:
-                self._finish(delta.request_id)
+            if delta.finish_reason is None:
+                continue
+            if delta.finish_reason != "error":
+                state = self.scheduler.running[delta.request_id]
+                self.drafting.finish(state.request, state.token_ids)
+            self._finish(delta.request_id)
         clock.lap("host")
         self.last_step = StepStats(
             draft_s=clock.seconds["draft"],
@@ -183,6 +188,16 @@ class Engine:
         """Drop a request, waiting or running; return whether it was there."""
         return self._finish(request_id)
 
+    def close(self) -> None:
+        """Let drafters save what they keep; requests that still run are dropped.
+
+        Raises:
+            StoreError: It cannot be saved.
+        """
+        for request_id in self.scheduler.request_ids:
+            self.abort(request_id)
+        self.drafting.close()
+
     def request_state(self, request_id: str) -> RequestState:
         """Return the state of a waiting or running request; it outlives the request's end.
 
@@ -201,6 +216,26 @@ class Engine:
     def _traits(self, method: str) -> MethodTraits:
         needs = self.drafting.needs(method)
         return MethodTraits(needs.cost, needs.sees_noise)
+
+    def _with_prediction_ids(self, speculation: SpeculationParams) -> SpeculationParams:
+        """The params with the prediction as token ids, which must fit into the context."""
+        prediction = speculation.prediction
+        if prediction is None:
+            return speculation
+        if isinstance(prediction, str):
+            tokenizer = self.target.tokenizer
+            if tokenizer is None:
+                raise InvalidRequestError(
+                    "prediction is a text, but this model's folder holds no tokenizer; give it as "
+                    "token ids."
+                )
+            prediction = tokenizer(prediction, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(prediction) > self.target.max_model_len:
+            raise InvalidRequestError(
+                f"the prediction has {len(prediction)} tokens; allowed are "
+                f"{self.target.max_model_len}, the context. Shorten it."
+            )
+        return dataclasses.replace(speculation, prediction=tuple(prediction))
 
     def _free_name(self) -> str:
         """A name that nobody chose for a request that is still here."""

@@ -193,6 +193,24 @@ class LLM:
         run = self._start(prompt, sampling or SamplingParams(), speculation or SpeculationParams())
         return TextStream(self, run)
 
+    def close(self) -> None:
+        """Drop what still runs, and let drafters save what they keep; safe to repeat.
+
+        Raises:
+            StoreError: It cannot be saved.
+        """
+        for run in list(self._runs.values()):
+            self._drop(run)
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        """Use as a context, which closes it."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return a prompt's token ids, int64.
 

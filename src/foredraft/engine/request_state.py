@@ -42,6 +42,13 @@ class RequestState:
         return len(self._tokens)
 
     @property
+    def token_ids(self) -> Int64Array:
+        """int64, prompt and output so far (a read-only view)."""
+        view = self._tokens[: self.num_tokens]
+        view.flags.writeable = False
+        return view
+
+    @property
     def output_ids(self) -> Int64Array:
         """int64, tokens generated so far."""
         return self._tokens[len(self.request.prompt_ids) : self.num_tokens]
@@ -55,6 +62,6 @@ class RequestState:
         """Return its part of a step: the next ``num_rows`` rows that the cache lacks."""
         if self.slot is None:
             raise ValueError(f"request {self.request.request_id} has no slot")
-        view = self._tokens[: self.num_tokens]
-        view.flags.writeable = False
-        return Segment(self.request, view, self.slot, self.num_cached, num_rows, is_decode)
+        return Segment(
+            self.request, self.token_ids, self.slot, self.num_cached, num_rows, is_decode
+        )

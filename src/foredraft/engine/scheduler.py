@@ -47,6 +47,11 @@ class Scheduler:
         """Whether a request waits or runs."""
         return request_id in self.running or request_id in self._waiting
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of all requests that are here, running ones first."""
+        return [*self.running, *self._waiting]
+
     def state(self, request_id: str) -> RequestState:
         """Return the state of a waiting or running request; ``KeyError`` if it is not here."""
         return self.running.get(request_id) or self._waiting[request_id]

@@ -1,0 +1,169 @@
+"""Past responses, kept apart by scope, for suffix drafting across requests; saved and loaded whole.
+
+Each scope has two trees, a young one that grows and an old one. When the store is full, the scope
+that was used least recently drops its old tree, and its young one becomes the old: eviction costs
+nothing while text is generated, and what goes is always the oldest.
+
+A saved store is one safetensors file: the sequences, and a description that names the tokenizer
+they belong to. It is written beside its place and moved there, so that a file is whole or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from foredraft.drafters.suffix_tree import SEPARATOR, SuffixTree
+from foredraft.errors import ConfigError, StoreError
+from foredraft.types import Int64Array
+
+_FORMAT = "foredraft suffix store 1"
+_END = np.array([SEPARATOR], dtype=np.int64)
+
+
+class _Scope:
+    """The trees of one scope, the young one first."""
+
+    def __init__(self, max_depth: int) -> None:
+        self.young = SuffixTree(max_depth)
+        self.old: SuffixTree | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.young.num_tokens + (self.old.num_tokens if self.old else 0)
+
+
+class SuffixStore:
+    """Trees of past responses by scope.
+
+    Args:
+        max_depth: Longest match that is looked for.
+        max_tokens: Most tokens over all scopes; at 0 nothing is kept.
+    """
+
+    def __init__(self, max_depth: int, max_tokens: int) -> None:
+        """Make an empty store."""
+        self._max_depth = max_depth
+        self._max_tokens = max_tokens
+        self._scopes: OrderedDict[str, _Scope] = OrderedDict()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens and separators held."""
+        return sum(scope.num_tokens for scope in self._scopes.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return sum(tree.num_bytes for name in self._scopes for tree in self._trees(name))
+
+    def add(self, scope: str, token_ids: Int64Array) -> None:
+        """Keep a response, int64 [n]; one longer than half the store is cut to its end."""
+        half = self._max_tokens // 2
+        if half < 2 or len(token_ids) == 0:
+            return
+        found = self._scopes.setdefault(scope, _Scope(self._max_depth))
+        self._scopes.move_to_end(scope)
+        token_ids = token_ids[-(half - 1) :]
+        if found.young.num_tokens + len(token_ids) + 1 > half:
+            found.old, found.young = found.young, SuffixTree(self._max_depth)
+        found.young.extend(np.concatenate([token_ids, _END]))
+        while self.num_tokens > self._max_tokens:
+            self._evict()
+
+    def trees(self, scope: str) -> list[SuffixTree]:
+        """The trees of a scope, the young one first; none where nothing is known."""
+        if scope not in self._scopes:
+            return []
+        self._scopes.move_to_end(scope)
+        return self._trees(scope)
+
+    def save(self, path: Path, tokenizer_id: str) -> None:
+        """Write the store whole, or leave what is there.
+
+        Args:
+            path: The file.
+            tokenizer_id: Names the tokenizer that the ids belong to.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        from safetensors.numpy import save
+
+        texts = {
+            f"{number}.{age}": tree.token_ids.astype(np.int32)
+            for number, name in enumerate(self._scopes)
+            for age, tree in enumerate(reversed(self._trees(name)))
+        }
+        description = {
+            "format": _FORMAT,
+            "tokenizer": tokenizer_id,
+            "scopes": json.dumps(list(self._scopes)),
+            "sha256": _digest(texts),
+        }
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(save(texts, metadata=description))
+            part.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise StoreError(f"the suffix store {path} cannot be written ({error}).") from error
+
+    def load(self, path: Path, tokenizer_id: str) -> None:
+        """Add what a saved store holds.
+
+        Raises:
+            ConfigError: It belongs to another tokenizer.
+            StoreError: It is damaged, or no store.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), "numpy") as file:
+                description = file.metadata() or {}
+                if description.get("format") != _FORMAT:
+                    raise ValueError(f"it does not say {_FORMAT!r}")
+                texts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if description["sha256"] != _digest(texts):
+                raise ValueError("its checksum does not match")
+            names = json.loads(description["scopes"])
+            owner = description["tokenizer"]
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise StoreError(f"the suffix store {path} is damaged ({error}).") from error
+        if owner != tokenizer_id:
+            raise ConfigError(
+                f"the suffix store {path} was made with another tokenizer than this model's; its "
+                "token ids mean other words here. Name another file, or remove it."
+            )
+        for number, name in enumerate(names):
+            for age in range(2):
+                ids = texts.get(f"{number}.{age}", np.empty(0)).astype(np.int64)
+                for response in np.split(ids, np.nonzero(ids == SEPARATOR)[0] + 1):
+                    self.add(name, response[:-1])
+
+    def _trees(self, name: str) -> list[SuffixTree]:
+        scope = self._scopes[name]
+        return [tree for tree in (scope.young, scope.old) if tree is not None and tree.num_tokens]
+
+    def _evict(self) -> None:
+        """Drop the oldest half of the scope that was used least recently."""
+        name, scope = next(iter(self._scopes.items()))
+        if scope.old is None and len(self._scopes) > 1:
+            del self._scopes[name]
+        else:
+            scope.old = None
+
+
+def _digest(texts: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(texts):
+        digest.update(name.encode() + b"\0" + texts[name].tobytes())
+    return digest.hexdigest()

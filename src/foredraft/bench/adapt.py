@@ -12,17 +12,18 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from foredraft.bench import harness, workloads
 from foredraft.bench.simulate import simulate
+from foredraft.config import EngineConfig
 from foredraft.engine.engine import Engine
 from foredraft.engine.llm import LLM
 from foredraft.engine.profiling import known_profile, measure_profile
 from foredraft.engine.request_state import RequestState
+from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import Profile
 from foredraft.plan.trace import trace_line
@@ -32,7 +33,7 @@ BATCHES = (1, 2, 4, 8, 16)
 FIXED = (1, 2, 4, 8, 16)
 _NUM_TOKENS = 48
 _NUM_LOOP_TOKENS = 160
-_LEAST_STEPS = 24
+_NUM_TURNS = 8
 _SIDES: dict[str, SpeculationParams] = {
     "plain": SpeculationParams(PLAIN, 0),
     **{f"fixed {n}": SpeculationParams("ngram", n) for n in FIXED},
@@ -46,27 +47,6 @@ _SIM_CHANGE = (0.9, 0.3, 60)
 """Acceptance before and after the change, and the steps of each."""
 
 _SIM_WINDOW = 8
-
-
-@dataclass(slots=True)
-class _Run:
-    """One run of a batch: decoding only.
-
-    Attributes:
-        tokens_per_s: Of steps in which every request decoded.
-        texts: Token ids by request.
-        steps: Draft tokens and rows of each step, its tokens and its requests.
-        controller_share: Time to decide, as a share of those steps.
-        foreseen: The controller's own forecast of the speedup, where it made one.
-        traces: Trace lines of its requests that decoded.
-    """
-
-    tokens_per_s: float
-    texts: list[tuple[int, ...]]
-    steps: list[tuple[int, int, int]]
-    controller_share: float
-    foreseen: float | None
-    traces: list[str]
 
 
 def run(
@@ -85,7 +65,7 @@ def run(
         rounds: Interleaved rounds.
         batches: Requests that decode at once.
         kinds: Of work.
-        num_tokens: Counted tokens a request, at least.
+        num_tokens: Counted tokens a request and round.
         sim_batches: Of the simulation.
         trace: Given the trace lines of every request that drafted as ``auto`` decided.
     """
@@ -95,20 +75,20 @@ def run(
         profile = known_profile(llm.engine.target)
         if profile is None:
             profile = measure_profile(llm.engine, lambda text, share: progress(f"profile, {text}"))
-        clock = _watch(llm.engine)
         cells: list[dict[str, Any]] = []
         progress("warming up")
         # A pause to collect garbage among the modules' objects would be charged to whoever runs.
         gc.collect()
         gc.freeze()
-        _decode(llm, clock, workloads.prompts_of("copy", 2), _SIDES["auto"], num_tokens)
+        ids = [llm.encode(prompt) for prompt in workloads.prompts_of("copy", 2)]
+        _Side(llm.engine.target, ids, _SIDES["auto"], num_tokens).advance(2 * num_tokens)
         for kind in kinds:
             for batch in batches:
-                cell, lines = _cell(llm, profile, clock, kind, batch, rounds, num_tokens, progress)
+                cell, lines = _cell(llm, profile, kind, batch, rounds, num_tokens, progress)
                 cells.append(cell)
                 trace(lines)
                 progress.say(_line(cells[-1]))
-        peak = _peak(llm, clock, rounds, progress)
+        peak = _peak(llm, rounds, progress)
         simulated = _simulated(sim_batches, progress)
         summary = _summary(cells, simulated, peak, profile)
         for name, value in summary.items():
@@ -116,95 +96,128 @@ def run(
     return harness.report("adapt", [*cells, peak, *simulated], summary)
 
 
-class _Watch:
-    """Adds up the time that the controller takes."""
+class _Side:
+    """One way to draft, in an engine of its own over the shared target, under steady traffic.
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    Sides take turns every few steps, so that a machine that slows down slows all of them; and each
+    learns from its own steps alone. A request leaves after half as many tokens again as
+    ``num_tokens``, and the next one comes, so that the batch keeps its size. Steps with prompts in
+    them are run but not counted.
 
+    Attributes:
+        steps: Draft tokens, requests and tokens of each counted step.
+        seconds: Of the counted steps.
+        deciding: Seconds of these that the controller took.
+    """
 
-def _watch(engine: Engine) -> _Watch:
-    """Time every call that the engine makes to its controller."""
-    watch = _Watch()
+    def __init__(
+        self,
+        target: Target,
+        prompt_ids: Sequence[Any],
+        speculation: SpeculationParams,
+        num_tokens: int,
+    ) -> None:
+        config = EngineConfig(max_num_requests=len(prompt_ids))
+        self.engine = Engine(config, target=target)
+        self._ids = prompt_ids
+        self._sampling = SamplingParams(max_tokens=num_tokens * 3 // 2, ignore_eos=True)
+        self._speculation = speculation
+        self._clock = 0.0
+        self._states: list[RequestState] = []
+        self.steps: list[tuple[int, int, int]] = []
+        self.seconds = self.deciding = 0.0
+        controller = self.engine.controller
+        for name in ("budget", "trim", "observe"):
+            setattr(controller, name, self._timed(getattr(controller, name)))
+        for _ in prompt_ids:
+            self._add()
 
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def advance(self, num_tokens: int) -> None:
+        """Run until so many tokens more were counted."""
+        wanted = self.num_tokens + num_tokens
+        while self.num_tokens < wanted:
+            before = self._clock
+            deltas = self.engine.step()
+            step = self.engine.last_step
+            if step is not None and step.num_decoding == step.num_segments == len(self._ids):
+                self.seconds += step.total_s
+                self.deciding += self._clock - before
+                self.steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._add()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the counted steps."""
+        return sum(tokens for _, _, tokens in self.steps)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the counted steps."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Token ids of the first requests, as far as they came."""
+        return [state.output_ids.tolist() for state in self._states[: len(self._ids)]]
+
+    @property
+    def foreseen(self) -> float | None:
+        """The controller's own forecast of the speedup, where it made one."""
+        foreseen_s = sum(state.stats.predicted_s for state in self._states)
+        plain_s = sum(state.stats.expected_plain_s for state in self._states)
+        return plain_s / foreseen_s if foreseen_s else None
+
+    @property
+    def traces(self) -> list[str]:
+        """Trace lines of the requests that decoded."""
+        return [
+            trace_line(
+                self._speculation.method,
+                len(self._ids),
+                0.0,
+                state.stats.num_tokens,
+                state.stats.steps,
+            )
+            for state in self._states
+            if state.stats.steps
+        ]
+
+    def _add(self) -> None:
+        ids = self._ids[len(self._states) % len(self._ids)]
+        name = self.engine.add(ids, self._sampling, self._speculation)
+        self._states.append(self.engine.request_state(name))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = call(*args, **kwargs)
-            watch.seconds += time.perf_counter() - started
+            self._clock += time.perf_counter() - started
             return result
 
         return wrapped
 
-    controller = engine.controller
-    for name in ("budget", "trim", "observe"):
-        setattr(controller, name, timed(getattr(controller, name)))
-    return watch
+
+def _take_turns(
+    sides: dict[str, _Side], rounds: int, num_tokens: int, tell: Callable[[str], None]
+) -> None:
+    """Let every side run so many tokens a round, in turns of a few steps."""
+    for round_index in range(rounds):
+        for turn in range(_NUM_TURNS):
+            tell(f"round {round_index + 1} of {rounds}, turn {turn + 1} of {_NUM_TURNS}")
+            for side in sides.values():
+                side.advance(num_tokens // _NUM_TURNS)
 
 
-def _decode(
-    llm: LLM,
-    watch: _Watch,
-    prompts: Sequence[Any],
-    speculation: SpeculationParams,
-    num_tokens: int,
-) -> _Run:
-    """Decode under steady traffic: who has three times ``num_tokens`` leaves, and the next comes.
-
-    So the batch keeps its size, and a fast request does not leave the slow ones to a smaller batch.
-    Steps with prompts in them are run but not counted. It ends when the counted steps have emitted
-    ``num_tokens`` a request, and are enough for a rate: where much is drafted, a step emits many
-    tokens.
-    """
-    engine = llm.engine
-    sampling = SamplingParams(max_tokens=3 * num_tokens, ignore_eos=True)
-    ids = [llm.encode(prompt) for prompt in prompts]
-    states: list[RequestState] = []
-
-    def add() -> None:
-        name = engine.add(ids[len(states) % len(ids)], sampling, speculation)
-        states.append(engine.request_state(name))
-
-    for _ in prompts:
-        add()
-    seconds = deciding = 0.0
-    steps: list[tuple[int, int, int]] = []
-    num_emitted = 0
-    while num_emitted < num_tokens * len(prompts) or len(steps) < _LEAST_STEPS:
-        before = watch.seconds
-        deltas = engine.step()
-        step = engine.last_step
-        if step is not None and step.num_decoding == step.num_segments == len(prompts):
-            seconds += step.total_s
-            deciding += watch.seconds - before
-            steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
-            num_emitted += step.num_tokens
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                add()
-    for state in states:
-        engine.abort(state.request.request_id)
-    foreseen_s = sum(state.stats.predicted_s for state in states)
-    plain_s = sum(state.stats.expected_plain_s for state in states)
-    return _Run(
-        sum(num for _, _, num in steps) / seconds,
-        [tuple(state.output_ids.tolist()) for state in states[: len(prompts)]],
-        steps,
-        deciding / seconds,
-        plain_s / foreseen_s if foreseen_s else None,
-        [
-            trace_line("ngram", len(prompts), 0.0, state.stats.num_tokens, state.stats.steps)
-            for state in states
-            if state.stats.steps
-        ],
-    )
+def _tell(progress: harness.Progress, what: str, text: str) -> None:
+    progress(f"{what}, {text}")
 
 
 def _cell(
     llm: LLM,
     profile: Profile,
-    watch: _Watch,
     kind: str,
     batch: int,
     rounds: int,
@@ -212,45 +225,37 @@ def _cell(
     progress: harness.Progress,
 ) -> tuple[dict[str, Any], list[str]]:
     """One kind of work at one batch size: every side, in turn; and what ``auto`` traced."""
-    prompts = workloads.prompts_of(kind, batch)
-    runs: dict[str, list[_Run]] = {name: [] for name in _SIDES}
-
-    def side(name: str) -> float:
-        done = _decode(llm, watch, prompts, _SIDES[name], num_tokens)
-        runs[name].append(done)
-        return done.tokens_per_s
-
-    rates = harness.interleave(
-        {name: functools.partial(side, name) for name in _SIDES},
-        rounds,
-        warmups=0,
-        tell=lambda text: progress(f"{kind}, batch {batch}, {text}"),
-    )
-    fixed = {name: values for name, values in rates.items() if name.startswith("fixed")}
-    best = max(fixed, key=lambda name: statistics.median(fixed[name]))
-    auto = runs["auto"][-1]
-    plain_texts = runs["plain"][0].texts
-    speedups = {name: harness.ratio(rates[name], rates["plain"]) for name in _SIDES}
+    ids = [llm.encode(prompt) for prompt in workloads.prompts_of(kind, batch)]
+    target = llm.engine.target
+    sides = {name: _Side(target, ids, how, num_tokens) for name, how in _SIDES.items()}
+    tell = functools.partial(_tell, progress, f"{kind}, batch {batch}")
+    _take_turns(sides, rounds, num_tokens * batch, tell)
+    speedups = {name: side.rate / sides["plain"].rate for name, side in sides.items()}
+    best = max((name for name in sides if name.startswith("fixed")), key=speedups.__getitem__)
+    auto = sides["auto"]
+    plain_texts = sides["plain"].texts
     cell = {
         "what": "embedded model",
         "kind": kind,
         "batch": batch,
-        "tokens_per_s": {name: harness.spread(values) for name, values in rates.items()},
+        "tokens_per_s": {name: side.rate for name, side in sides.items()},
         "speedup": speedups,
         "best_fixed": best,
-        "auto_vs_best_fixed": harness.ratio(rates["auto"], rates[best]),
+        "auto_vs_best_fixed": speedups["auto"] / speedups[best],
         "auto_vs_plain": speedups["auto"],
         "auto_num_draft_tokens": sum(n for n, _, _ in auto.steps)
         / sum(r for _, r, _ in auto.steps),
-        "predicted_speedup": {name: _predicted(profile, runs[name][-1].steps) for name in _SIDES},
+        "predicted_speedup": {
+            name: _predicted(profile, side.steps) for name, side in sides.items()
+        },
         "foreseen_speedup": auto.foreseen,
-        "controller_share": statistics.median(r.controller_share for r in runs["auto"]),
+        "controller_share": auto.deciding / auto.seconds,
         "same_text_as_plain": {
             name: statistics.mean(
                 all(a == b for a, b in zip(ours, theirs, strict=False))
-                for ours, theirs in zip(done[-1].texts, plain_texts, strict=True)
+                for ours, theirs in zip(side.texts, plain_texts, strict=True)
             )
-            for name, done in runs.items()
+            for name, side in sides.items()
         },
     }
     return cell, auto.traces
@@ -269,21 +274,18 @@ def _predicted(profile: Profile, steps: Sequence[tuple[int, int, int]]) -> float
     return plain_s / predicted_s
 
 
-def _peak(llm: LLM, watch: _Watch, rounds: int, progress: harness.Progress) -> dict[str, Any]:
+def _peak(llm: LLM, rounds: int, progress: harness.Progress) -> dict[str, Any]:
     """The most that drafting brings here: a text that repeats itself."""
-    prompts = [workloads.LOOP]
+    ids = [llm.encode(workloads.LOOP)]
     sides = {
-        name: functools.partial(
-            lambda name: _decode(llm, watch, prompts, _SIDES[name], _NUM_LOOP_TOKENS).tokens_per_s,
-            name,
-        )
+        name: _Side(llm.engine.target, ids, _SIDES[name], _NUM_LOOP_TOKENS)
         for name in ("plain", "auto")
     }
-    rates = harness.interleave(sides, rounds, tell=lambda text: progress(f"loop, {text}"))
+    _take_turns(sides, rounds, _NUM_LOOP_TOKENS, functools.partial(_tell, progress, "loop"))
     return {
         "what": "a text that repeats itself",
-        "speedup": harness.ratio(rates["auto"], rates["plain"]),
-        "tokens_per_s": {name: harness.spread(values) for name, values in rates.items()},
+        "speedup": sides["auto"].rate / sides["plain"].rate,
+        "tokens_per_s": {name: side.rate for name, side in sides.items()},
     }
 
 

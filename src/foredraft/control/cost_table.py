@@ -19,7 +19,7 @@ from foredraft.types import Int64Array
 _MEMORY = 1 / 64
 """Weight of one step in a running mean; more while the mean is young."""
 
-_FIRST = 8.0
+_FIRST = 4.0
 """A mean starts as if so many steps had agreed with the table."""
 
 _MOST_SURPRISE = 0.25

@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format types imports check bench-decode bench-adapt clean distclean
+.PHONY: help install demo test test-slow lint format types imports check bench-decode bench-adapt bench-drafters clean distclean
 
 help: ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench-decode: $(STAMP) ## Measure decoding on this machine, each drafter beside 
 
 bench-adapt: $(STAMP) ## Measure the controller: auto beside plain and every fixed number (half an hour)
 	$(BIN)/foredraft bench adapt --rounds 3 $(ARGS)
+
+bench-drafters: $(STAMP) ## Replay recorded answers through the methods that need no weights
+	$(BIN)/foredraft bench drafters --rounds 3 $(ARGS)
 
 clean: ## Remove caches and build outputs (not .venv)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

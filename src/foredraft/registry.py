@@ -14,7 +14,11 @@ from foredraft.errors import InvalidRequestError, MissingExtraError
 PLAIN = "none"
 """The method that drafts nothing: plain decoding through the same engine."""
 
+PORTFOLIO = "auto"
+"""The method that lets several draft together."""
+
 METHODS: dict[str, str] = {
+    PORTFOLIO: "foredraft.drafters.portfolio:PortfolioDrafter",
     "ngram": "foredraft.drafters.ngram:NgramDrafter",
     "prediction": "foredraft.drafters.prediction:PredictionDrafter",
     "recycling": "foredraft.drafters.recycling:RecyclingDrafter",

@@ -117,6 +117,9 @@ class DraftBatch:
             parent is accepted, on a scale of its own: what it is worth is learnt from outcomes.
             ``None``, or NaN for a node, where a drafter cannot say. It never decides whether a
             token is accepted.
+        votes: float64 [num_voters, num_nodes], where several methods drafted together: the
+            confidence of each, NaN where it cannot say, -1 where it did not propose the node.
+        voters: Their names.
     """
 
     token_ids: Int64Array
@@ -126,6 +129,8 @@ class DraftBatch:
     dist_ids: Int64Array | None = None
     is_with_replacement: NDArray[np.bool_] | None = None
     confidence: NDArray[np.float64] | None = None
+    votes: NDArray[np.float64] | None = None
+    voters: tuple[str, ...] = ()
 
     @staticmethod
     def empty(num_segments: int) -> DraftBatch:

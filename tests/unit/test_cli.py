@@ -306,6 +306,29 @@ def test_max_model_len(run: Run, folder: Path) -> None:
     assert (code, out) == (2, "") and "this model allows up to 256" in err
 
 
+def test_past_answers_are_kept_from_one_run_to_the_next(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "answers"
+    options = ("--model", folder, PROMPT, *SHORT, "--method", "suffix")
+    first = _result(run, *options, "--suffix-store", store)
+    again = _result(run, *options, "--suffix-store", store)
+    assert store.exists() and again["text"] == first["text"]
+    assert again["num_verify_steps"] < first["num_verify_steps"] or first["num_accepted_tokens"]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(first["text"], encoding="utf-8")
+    assert _result(run, *options, "--suffix-corpus", corpus)["text"] == first["text"]
+
+
+def test_a_prediction_is_drafted_from(run: Run, folder: Path, tmp_path: Path) -> None:
+    plain = _result(run, "--model", folder, PROMPT, *SHORT, "--method", "none")
+    foreseen = tmp_path / "foreseen.txt"
+    foreseen.write_text(plain["text"], encoding="utf-8")
+    options = ("--method", "prediction", "--prediction-file", foreseen)
+    result = _result(run, "--model", folder, PROMPT, *SHORT, *options)
+    assert result["text"] == plain["text"] and result["num_accepted_tokens"] > 0
+
+
 def test_every_option_has_a_test_above() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
     for name in inspect.signature(generate).parameters:
@@ -429,6 +452,17 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["generate", "x", "--max-tokens", "1e3"], "--max-tokens"),
     (["generate", "x", "--stop-token-id", "-1"], "stop_token_ids holds -1"),
     (["generate", "x", "--rounds", "0", "--compare"], "rounds is 0"),
+    (["generate", "x", "--prediction-file", "/no/such.txt"], "is for --method prediction"),
+    (
+        ["generate", "x", "--method", "prediction", "--prediction-file", "/no/such.txt"],
+        "/no/such.txt cannot be read",
+    ),
+    (["generate", "x", "--suffix-corpus", "/no/such.txt"], "are for --method suffix"),
+    (["generate", "x", "--suffix-store", "a.store"], "are for --method suffix"),
+    (
+        ["generate", "x", "--method", "suffix", "--suffix-store", "/no/such/a.store"],
+        "no folder /no/such",
+    ),
     (["generate", "x", "--rounds", "3"], "add --compare or leave --rounds out"),
     (["generate", "x", "--dtype", "int8"], "dtype is 'int8'"),
     (["generate", "x", "--device", "tpu"], "device is 'tpu'"),
@@ -444,6 +478,8 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["bench", "decode", "--rounds", "0"], "rounds is 0"),
     (["bench", "decode", "--model", "/no/such"], "no file or folder"),
     (["bench", "decode", "--out", "/no/such/file.json"], "no folder /no/such"),
+    (["bench", "decode", "--data", "x.jsonl"], "--data is for the bench drafters"),
+    (["bench", "drafters", "--trace", "x.jsonl"], "--trace is for the benches decode and adapt"),
     (["bench", "decode", "--out", "/"], "--out is /, that is a folder"),
 ]
 

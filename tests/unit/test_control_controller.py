@@ -428,8 +428,8 @@ def test_what_is_forgotten_starts_anew() -> None:
     world.run([segment("steady")], 0.8, 200)
     world.run([segment("bad")], 0.0, 60)
     assert world.run([segment("bad")], 0.0, 20).mean() < 0.7
-    world.controller.forget("bad", "m")
-    world.controller.forget("nobody", "x")
+    world.controller.forget("bad")
+    world.controller.forget("nobody")
     assert world.step([segment("bad")], 0.8)[0] > 0
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,12 @@ _ARCTIC = "arctic-inference"
 _PREDICTION_TOKENS = 220
 
 
-def run(
-    model: str,
-    rounds: int,
-    trace: Callable[[list[str]], None] = lambda lines: None,
-    data: Path | None = None,
-) -> dict[str, Any]:
+def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
     """Measure everything; return the report.
 
     Args:
         model: The target.
         rounds: Interleaved rounds.
-        trace: Not used: nothing here drafts as a user's request would.
         data: Spec-Bench's questions; ``None`` looks for them.
     """
     with harness.Progress("bench drafters") as progress:

@@ -13,14 +13,15 @@ from foredraft.errors import InvalidRequestError
 from foredraft.model.source import find_source
 from foredraft.plan.trace import append_trace
 
-_BENCHES = ("decode", "adapt")
+_BENCHES = ("decode", "adapt", "drafters")
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="Which: decode or adapt.")],
+    name: Annotated[str, typer.Argument(help="Which: decode, adapt or drafters.")],
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Spec-Bench's questions, for drafters.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -30,12 +31,21 @@ def bench(
 ) -> None:
     """Run a benchmark; the last line of its output is one JSON object.
 
-    For example: foredraft bench decode, or foredraft bench adapt --rounds 3
+    For example: foredraft bench decode, foredraft bench adapt --rounds 3, or foredraft bench
+    drafters --data question.jsonl
     """
     if name not in _BENCHES:
         raise InvalidRequestError(f"bench is {name!r}; allowed is one of {', '.join(_BENCHES)}.")
     if rounds < 1:
         raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
+    if data is not None and name != "drafters":
+        raise InvalidRequestError(
+            f"--data is for the bench drafters, and this is {name!r}; leave it out."
+        )
+    if trace is not None and name == "drafters":
+        raise InvalidRequestError(
+            "--trace is for the benches decode and adapt, and this is 'drafters'; leave it out."
+        )
     find_source(model)
     check_output("--out", out)
     check_output("--trace", trace)
@@ -45,7 +55,8 @@ def bench(
         if trace is not None:
             append_trace(trace, lines)
 
-    report = importlib.import_module(f"foredraft.bench.{name}").run(model, rounds, trace=record)
+    options = {"data": data} if name == "drafters" else {"trace": record}
+    report = importlib.import_module(f"foredraft.bench.{name}").run(model, rounds, **options)
     line = json.dumps(report)
     if out is not None:
         out.write_text(line + "\n", encoding="utf-8")

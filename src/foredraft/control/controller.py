@@ -21,7 +21,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,6 +32,17 @@ from foredraft.control.estimator import (
     bins_of,
     read_nodes,
     survival_of,
+)
+from foredraft.control.view import (
+    FIRST_PROBE,
+    NO_CONFIDENCE,
+    MethodNote,
+    RequestNote,
+    View,
+    kept,
+    outcomes,
+    read,
+    renumber,
 )
 from foredraft.params import SamplingParams
 from foredraft.plan.profile import PassTime
@@ -61,8 +71,9 @@ _NEGLIGIBLE = 0.02
 _LEAST_GAIN = 0.01
 """What drafting must promise for a request that has not been drafting: no flutter around zero."""
 
-_FIRST_PROBE, _LAST_PROBE = 8, 128
-"""Steps without a draft before one token is tried again; doubled while probes bring no news."""
+_LAST_PROBE = 128
+"""Most steps without a draft before one token is tried again; they double while probes bring no
+news."""
 
 _PROBE_SHARE = 0.005
 """Of a step: what probes may cost in the long run."""
@@ -86,7 +97,6 @@ _RETRY_AFTER = 256
 """Steps after which a dead method is tried again."""
 
 _COST_MEMORY = 1 / 16
-_NO_CONFIDENCE = np.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,90 +113,6 @@ class MethodTraits:
     sees_noise: bool = False
 
 
-@dataclass(slots=True)
-class _Request:
-    """What is kept of a request: when it last drafted, and how long it has been watched."""
-
-    num_verify_steps: int = 0
-    num_idle: int = 0
-    probe_after: int = _FIRST_PROBE
-    is_probe: bool = False
-
-
-class _Method:
-    """What is kept of a method."""
-
-    def __init__(self) -> None:
-        self.acceptance = AcceptanceTable()
-        self.unit_seconds: float | None = None
-        self.is_free: bool | None = None
-        self.num_steps = 0
-        self.off_until = 0
-        self.is_retrying = False
-
-
-class _View:
-    """What a plan says about speculation, read once a step.
-
-    Attributes:
-        plan: The plan.
-        methods: Method of each segment.
-        notes: What is kept of each segment's request.
-        names: The methods that there are.
-        which: Each segment's method, by its place in ``names``, int64 [num_segments].
-        rows: Each segment's row in its method's table, int64 [num_segments].
-        is_walk: Whether it verifies by the default rule, bool [num_segments].
-        may_trim: Whether its draft may be trimmed, bool [num_segments].
-        num_rows: Rows of committed tokens in the pass.
-        num_picks: Segments that emit a token whatever is drafted.
-        context: Mean tokens of a segment in the cache.
-        is_decoding: Whether all segments decode.
-        asked: What was drafted, before trimming: that is what drafting took its time for.
-        read: A batch of drafts and what was read from it.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        requests: dict[str, _Request],
-        find_method: Callable[[str], _Method],
-    ) -> None:
-        self.plan = plan
-        self.methods = []
-        self.notes = []
-        self.names: list[str] = []
-        size = len(plan.segments)
-        self.which = np.zeros(size, dtype=np.int64)
-        self.rows = np.zeros(size, dtype=np.int64)
-        self.is_walk = np.zeros(size, dtype=np.bool_)
-        self.may_trim = np.zeros(size, dtype=np.bool_)
-        self.num_rows = self.num_picks = 0
-        self.is_decoding = True
-        num_cached = 0
-        for index, segment in enumerate(plan.segments):
-            request_id, speculation = segment.request.request_id, segment.request.speculation
-            note = requests.get(request_id)
-            if note is None:
-                note = requests[request_id] = _Request()
-            note.is_probe = False
-            self.notes.append(note)
-            method = speculation.method
-            self.methods.append(method)
-            if method not in self.names:
-                self.names.append(method)
-            self.which[index] = self.names.index(method)
-            self.rows[index] = find_method(method).acceptance.row(request_id)
-            self.is_walk[index] = speculation.verification == "walk"
-            self.may_trim[index] = self.is_walk[index] and speculation.is_auto
-            self.num_rows += segment.num_rows
-            self.num_picks += segment.wants_pick
-            self.is_decoding &= segment.is_decode
-            num_cached += segment.start
-        self.context = num_cached / size
-        self.asked: DraftBatch | None = None
-        self.read: tuple[DraftBatch, Int64Array, Int64Array, Int64Array] | None = None
-
-
 class Controller:
     """Budgets before drafting, trimming after it, and what is learnt from every step.
 
@@ -199,9 +125,9 @@ class Controller:
         self.cost_table: CostTable | None = None
         self.last: Allocation | None = None
         self._traits = traits
-        self._methods: dict[str, _Method] = {}
-        self._requests: dict[str, _Request] = {}
-        self._view: _View | None = None
+        self._methods: dict[str, MethodNote] = {}
+        self._requests: dict[str, RequestNote] = {}
+        self._view: View | None = None
         self._probe_debt = 0.0
 
     def budget(self, plan: StepPlan) -> Budgets:
@@ -242,8 +168,8 @@ class Controller:
             return drafts
         view = self._view_of(plan)
         view.asked = drafts
-        owners, above, bins = _read(view, drafts)
-        survival = survival_of(above, self._acceptance(view, owners, bins))
+        owners, above, bins = read(view, drafts)
+        survival = survival_of(above, self._acceptance(view, drafts, owners, bins))
         if not len(owners):
             self.last = self._without_drafts(view)
             return drafts
@@ -269,7 +195,7 @@ class Controller:
         self.last = Allocation(
             keep, chosen.expected_tokens + probed, chosen.seconds, float(seconds[0])
         )
-        return drafts if keep.all() else _kept(drafts, keep)
+        return drafts if keep.all() else kept(drafts, keep)
 
     def observe(
         self,
@@ -303,10 +229,10 @@ class Controller:
                 int(len(num_nodes) * num_nodes.max() - num_nodes.sum()),
             )
         self._learn_draft_costs(view, drafts, draft_seconds)
-        owners, above, bins = _read(view, drafts)
-        values, weights = _outcomes(drafts.offsets, above, verdict.path, verdict.path_offsets)
+        owners, above, bins = read(view, drafts)
+        values, weights = outcomes(drafts.offsets, above, verdict.path, verdict.path_offsets)
         is_probing = any(note.is_probe for note in view.notes)
-        expected = self._acceptance(view, owners, bins) if is_probing else values
+        expected = self._acceptance(view, drafts, owners, bins) if is_probing else values
         for index, note in enumerate(view.notes):
             segment = plan.segments[index]
             if not segment.is_decode or view.methods[index] == PLAIN:
@@ -318,7 +244,7 @@ class Controller:
             if note.is_probe:
                 is_news = values[nodes].any() and expected[nodes.start] < _SURPRISE
                 note.probe_after = (
-                    _FIRST_PROBE if is_news else min(2 * note.probe_after, _LAST_PROBE)
+                    FIRST_PROBE if is_news else min(2 * note.probe_after, _LAST_PROBE)
                 )
             if self._says_more(view, index):
                 first = int(target.offsets[index])
@@ -331,31 +257,34 @@ class Controller:
                 own = above[nodes]
                 reached = survival_of(np.where(own < 0, -1, own - nodes.start), values[nodes])
                 weights[nodes] = np.where(own < 0, 1.0, reached[np.maximum(own - nodes.start, 0)])
-        rows = view.rows[owners]
-        for table, chosen in self._by_method(view, owners) if len(owners) else ():
-            table.observe_of(rows[chosen], bins[chosen], values[chosen], weights[chosen])
+        if len(owners):
+            rows = view.rows[owners]
+            for table, chosen in self._by_method(view, owners):
+                table.observe_of(rows[chosen], bins[chosen], values[chosen], weights[chosen])
+            for table, chosen, kinds, voter_rows in self._by_voter(view, drafts, owners):
+                table.observe_of(voter_rows, kinds, values[chosen], weights[chosen])
         for method in draft_seconds:
             self._check_health(method)
 
-    def forget(self, request_id: str, method: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Drop what is kept of a request."""
         self._requests.pop(request_id, None)
-        if method in self._methods:
-            self._methods[method].acceptance.forget(request_id)
+        for method in self._methods.values():
+            method.acceptance.forget(request_id)
 
-    def _view_of(self, plan: StepPlan) -> _View:
+    def _view_of(self, plan: StepPlan) -> View:
         if self._view is None or self._view.plan is not plan:
-            self._view = _View(plan, self._requests, self._method)
+            self._view = View(plan, self._requests, self._method)
         return self._view
 
-    def _method(self, method: str) -> _Method:
+    def _method(self, method: str) -> MethodNote:
         found = self._methods.get(method)
         if found is None:
-            found = self._methods[method] = _Method()
+            found = self._methods[method] = MethodNote()
         return found
 
     def _by_method(
-        self, view: _View, owners: Int64Array
+        self, view: View, owners: Int64Array
     ) -> Iterator[tuple[AcceptanceTable, Int64Array | slice]]:
         """Each method's table, and which nodes are its own."""
         if len(view.names) == 1:
@@ -367,15 +296,43 @@ class Controller:
             if len(chosen):
                 yield self._method(method).acceptance, chosen
 
-    def _acceptance(self, view: _View, owners: Int64Array, bins: Int64Array) -> Float64Array:
-        """Estimated acceptance of every node once its parent is accepted, float64 [num_nodes]."""
-        out = np.empty(len(owners))
+    def _by_voter(
+        self, view: View, drafts: DraftBatch, owners: Int64Array
+    ) -> Iterator[tuple[AcceptanceTable, Int64Array, Int64Array, Int64Array]]:
+        """Of each voter its table, the nodes it proposed, their kinds and rows in its table."""
+        if drafts.votes is None:
+            return
+        segments = view.plan.segments
+        drafting = np.unique(owners).tolist()
+        for voter, votes in zip(drafts.voters, drafts.votes, strict=True):
+            chosen = np.nonzero(votes != -1)[0]
+            if not len(chosen):
+                continue
+            table = self._method(voter).acceptance
+            rows = np.zeros(len(segments), dtype=np.int64)
+            for index in drafting:
+                rows[index] = table.row(segments[index].request.request_id)
+            _, _, kinds = read_nodes(drafts.parents, drafts.offsets, votes, view.is_walk)
+            yield table, chosen, kinds[chosen], rows[owners[chosen]]
+
+    def _acceptance(
+        self, view: View, drafts: DraftBatch, owners: Int64Array, bins: Int64Array
+    ) -> Float64Array:
+        """Estimated acceptance of every node once its parent is accepted, float64 [num_nodes].
+
+        Where several proposed a node, it is the best that any of them makes it.
+        """
+        out = np.zeros(len(owners))
         rows = view.rows[owners]
         for table, chosen in self._by_method(view, owners):
             out[chosen] = table.acceptance_of(bins[chosen], rows[chosen])
+        if drafts.votes is not None:
+            out[(drafts.votes != -1).any(axis=0)] = 0.0
+        for table, chosen, kinds, voter_rows in self._by_voter(view, drafts, owners):
+            out[chosen] = np.maximum(out[chosen], table.acceptance_of(kinds, voter_rows))
         return out
 
-    def _without_drafts(self, view: _View) -> Allocation:
+    def _without_drafts(self, view: View) -> Allocation:
         """What a step costs and brings that holds no draft."""
         assert self.cost_table is not None
         rows = np.array([float(view.num_rows)])
@@ -383,14 +340,14 @@ class Controller:
         return Allocation(np.zeros(0, dtype=np.bool_), float(view.num_picks), plain, plain)
 
     def _padding(
-        self, view: _View, owners: Int64Array, most_before: int, num_before: int
+        self, view: View, owners: Int64Array, most_before: int, num_before: int
     ) -> Padding:
         """What unequal drafts cost in this step."""
         assert self.cost_table is not None
         row_seconds = self.cost_table.padding_seconds(view.context)
         return Padding(owners, len(view.notes), row_seconds, most_before, num_before)
 
-    def _says_more(self, view: _View, index: int) -> bool:
+    def _says_more(self, view: View, index: int) -> bool:
         """Whether the target's probabilities are worth computing for a request's draft.
 
         They are while it is young, if its draft was fixed before the noise, and where they are at
@@ -438,7 +395,7 @@ class Controller:
             found.is_retrying = False
             _LOG.info("method %r is accepted again", method)
 
-    def _forecast(self, view: _View, method: str, indices: list[int], nodes: Int64Array) -> None:
+    def _forecast(self, view: View, method: str, indices: list[int], nodes: Int64Array) -> None:
         """Cut the budgets of one method's requests to what is expected to pay, before drafting.
 
         Chains of expected survival by depth stand in for drafts that do not exist yet. Drafting
@@ -490,7 +447,7 @@ class Controller:
 
     def _probe(
         self,
-        view: _View,
+        view: View,
         drafts: DraftBatch,
         survival: Float64Array,
         keep: NDArray[np.bool_],
@@ -505,7 +462,7 @@ class Controller:
             keep: bool [num_nodes]; the probes are added to it.
             seconds: Of the step, with so many of the nodes on offer.
         """
-        owners = _read(view, drafts)[0]
+        owners = read(view, drafts)[0]
         kept = np.bincount(owners[keep], minlength=len(view.notes))
         idle = []
         for index in np.nonzero(view.may_trim & (drafts.num_nodes > 0))[0].tolist():
@@ -529,7 +486,7 @@ class Controller:
         self._probe_debt += max(0.0, rise - worth / max(1, view.num_picks))
         return worth
 
-    def _choose_probes(self, notes: list[_Request]) -> None:
+    def _choose_probes(self, notes: list[RequestNote]) -> None:
         """Make probes of those that are due or will be soon, where one is due and it is time.
 
         The first node of a step costs most, so that probes are made together. What they cost beyond
@@ -541,7 +498,7 @@ class Controller:
             if 2 * note.num_idle >= note.probe_after:
                 note.num_idle, note.is_probe = 0, True
 
-    def _is_plain_due(self, view: _View, gain: float) -> bool:
+    def _is_plain_due(self, view: View, gain: float) -> bool:
         """Whether to go without the drafts of a step, to see what plain decoding costs by now."""
         assert self.cost_table is not None
         return (
@@ -550,7 +507,7 @@ class Controller:
         )
 
     def _learn_draft_costs(
-        self, view: _View, drafts: DraftBatch, draft_seconds: Mapping[str, float]
+        self, view: View, drafts: DraftBatch, draft_seconds: Mapping[str, float]
     ) -> None:
         drafts = view.asked or drafts
         for method, seconds in draft_seconds.items():
@@ -587,15 +544,6 @@ def _is_unfiltered(sampling: SamplingParams) -> bool:
     )
 
 
-def _read(view: _View, drafts: DraftBatch) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Segment, parent's index and kind of every node, int64 [num_nodes] each."""
-    if view.read is None or view.read[0] is not drafts:
-        confidence = _NO_CONFIDENCE if drafts.confidence is None else drafts.confidence
-        found = read_nodes(drafts.parents, drafts.offsets, confidence, view.is_walk)
-        view.read = (drafts, *found)
-    return view.read[1:]
-
-
 def _chances(
     logits: torch.Tensor, token_ids: Int64Array, parents: Int64Array, temperature: float
 ) -> Float64Array:
@@ -611,25 +559,11 @@ def _chances(
     return out
 
 
-def _kept(drafts: DraftBatch, keep: NDArray[np.bool_]) -> DraftBatch:
-    """The batch without the nodes that are not kept; what is kept is closed under parents."""
-    parents, offsets = _renumber(drafts.parents, drafts.offsets, keep)
-    return DraftBatch(
-        drafts.token_ids[keep],
-        parents,
-        offsets,
-        drafts.draft_probs,
-        None if drafts.dist_ids is None else drafts.dist_ids[keep],
-        drafts.is_with_replacement,
-        None if drafts.confidence is None else drafts.confidence[keep],
-    )
-
-
 def load_kernels() -> None:
     """Compile or load what deciding runs, so that no step pays for it."""
     parents, offsets = np.array([0, 1]), np.array([0, 2])
     yes = np.ones(1, dtype=np.bool_)
-    _, above, bins = read_nodes(parents, offsets, _NO_CONFIDENCE, yes)
+    _, above, bins = read_nodes(parents, offsets, NO_CONFIDENCE, yes)
     table = AcceptanceTable()
     table.observe("", bins, np.ones(2), np.ones(2))
     survival = survival_of(above, table.acceptance(bins, ""))
@@ -637,48 +571,8 @@ def load_kernels() -> None:
     padding = Padding(np.zeros(2, dtype=np.int64), 1, 0.0)
     chosen = allocate(survival, costs.seconds(1, np.arange(1.0, 4.0), 0.0), 1.0, 0.0, padding)
     costs.observe(1, 2, 0.0, 1.0)
-    _outcomes(offsets, above, np.array([1, 2]), offsets)
-    _renumber(parents, offsets, chosen.is_kept)
-
-
-@numba.njit(cache=True)
-def _outcomes(
-    offsets: Int64Array, above: Int64Array, path: Int64Array, path_offsets: Int64Array
-) -> tuple[Float64Array, Float64Array]:
-    """Whether each node was accepted, and whether its parent was, float64 [num_nodes] each."""
-    values = np.zeros(above.size)
-    weights = np.ones(above.size)
-    for segment in range(offsets.size - 1):
-        for place in range(path_offsets[segment], path_offsets[segment + 1]):
-            values[offsets[segment] + path[place] - 1] = 1.0
-    for node in range(above.size):
-        if above[node] >= 0:
-            weights[node] = values[above[node]]
-    return values, weights
-
-
-@numba.njit(cache=True)
-def _renumber(
-    parents: Int64Array, offsets: Int64Array, keep: NDArray[np.bool_]
-) -> tuple[Int64Array, Int64Array]:
-    """Parents' rows and offsets of the nodes that are kept."""
-    kept = np.empty(parents.size, dtype=np.int64)
-    kept_offsets = np.zeros(offsets.size, dtype=np.int64)
-    rows = np.zeros(parents.size + 1, dtype=np.int64)
-    total = 0
-    for segment in range(offsets.size - 1):
-        first = offsets[segment]
-        count = 0
-        for node in range(first, offsets[segment + 1]):
-            if not keep[node]:
-                continue
-            count += 1
-            rows[node] = count
-            parent = parents[node]
-            kept[total] = rows[first + parent - 1] if parent > 0 else 0
-            total += 1
-        kept_offsets[segment + 1] = total
-    return kept[:total], kept_offsets
+    outcomes(offsets, above, np.array([1, 2]), offsets)
+    renumber(parents, offsets, chosen.is_kept)
 
 
 __all__ = ["MAX_AUTO_NODES", "Controller", "MethodTraits", "load_kernels"]

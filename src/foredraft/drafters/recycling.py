@@ -41,6 +41,9 @@ _PRIOR_DECAY = 0.5
 _MEMORY = 256.0
 """Trials after which a place has forgotten most of what was before."""
 
+_STRETCH = 64
+"""Logits whose largest is found in one go."""
+
 _MAX_ROWS = 256
 """Rows of a step that are learnt from at most."""
 
@@ -206,32 +209,50 @@ def _rows_to_learn(
     return rows[begin:count], owners[begin:count]
 
 
+@numba.njit(cache=True, fastmath={"nnan", "nsz", "reassoc"})
+def _most(row: NDArray[np.float32], begin: int, end: int) -> np.float32:
+    """The largest of a stretch; compiled to vector instructions."""
+    most = row[begin]
+    for index in range(begin + 1, end):
+        most = max(most, row[index])
+    return most
+
+
 @numba.njit(cache=True)
 def _keep_best(
     logits: NDArray[np.float32], rows: Int64Array, owners: Int64Array, successors: Int32Array
 ) -> None:
-    """Write the best tokens of each row, best first, to its owner's place."""
-    num_kept = successors.shape[1]
+    """Write the best tokens of each row, best first, to its owner's place.
+
+    They lie in the stretches whose largest are the largest, so that only these are searched.
+    """
+    num_kept, vocab_size = successors.shape[1], logits.shape[1]
+    num_stretches = (vocab_size + _STRETCH - 1) // _STRETCH
+    peaks = np.empty(num_stretches, dtype=np.float32)
     best = np.empty(num_kept, dtype=np.float32)
     ids = np.empty(num_kept, dtype=np.int32)
     for index in range(rows.size):
         row = logits[rows[index]]
+        for stretch in range(num_stretches):
+            begin = stretch * _STRETCH
+            peaks[stretch] = _most(row, begin, min(begin + _STRETCH, vocab_size))
+        wanted = min(num_kept, num_stretches)
+        least_peak = np.partition(peaks, num_stretches - wanted)[num_stretches - wanted]
         size = 0
-        least = np.float32(-np.inf)
-        for token_id in range(row.size):
-            value = row[token_id]
-            if size == num_kept and not value > least:
+        for stretch in range(num_stretches):
+            if peaks[stretch] < least_peak:
                 continue
-            if value != value:
-                continue
-            place = size if size < num_kept else num_kept - 1
-            while place > 0 and best[place - 1] < value:
-                best[place], ids[place] = best[place - 1], ids[place - 1]
-                place -= 1
-            best[place], ids[place] = value, token_id
-            if size < num_kept:
-                size += 1
-            least = best[size - 1]
+            begin = stretch * _STRETCH
+            for token_id in range(begin, min(begin + _STRETCH, vocab_size)):
+                value = row[token_id]
+                if (size == num_kept and not value > best[size - 1]) or value != value:
+                    continue
+                place = size if size < num_kept else num_kept - 1
+                while place > 0 and best[place - 1] < value:
+                    best[place], ids[place] = best[place - 1], ids[place - 1]
+                    place -= 1
+                best[place], ids[place] = value, token_id
+                size = min(size + 1, num_kept)
         for place in range(size):
             successors[owners[index], place] = ids[place]
 

@@ -121,6 +121,7 @@ class SuffixDrafter(Drafter):
         self.context = context
         self.shared = SuffixStore(config.max_depth, config.max_shared_tokens)
         self._texts: dict[str, _Text] = {}
+        _load_kernels()
         self._scratch: tuple[_Draft, _Draft] = (_Draft(0), _Draft(0))
         if config.store is not None or config.corpus:
             if context.tokenizer is None:
@@ -285,6 +286,20 @@ class _Draft:
             limit,
             num_branches,
         )
+
+
+def _load_kernels() -> None:
+    """Compile or load what drafting runs, so that no step pays for it."""
+    tree, text = SuffixTree(4), np.array([1, 2, 1], dtype=np.int64)
+    tree.extend(text)
+    view = text.view()
+    view.flags.writeable = False
+    for ids in (text, view):
+        tree.extend(ids)
+        for is_own in (False, True):
+            one = _Draft(2)
+            one.grow_from(tree, ids, is_own, 2, 2, 1.0)
+            one.fill_up(one, 2, 2)
 
 
 @numba.njit(cache=True)

@@ -227,6 +227,9 @@ def _shape_problem(batch: DraftBatch, num_segments: int) -> str | None:
         return f"has {num_nodes} tokens and {len(batch.dist_ids)} dist_ids"
     if batch.confidence is not None and len(batch.confidence) != num_nodes:
         return f"has {num_nodes} tokens and {len(batch.confidence)} confidences"
+    shape = (len(batch.voters), num_nodes)
+    if batch.votes is not None and batch.votes.shape != shape:
+        return f"has votes of shape {batch.votes.shape}, where {shape} are due"
     return None
 
 
@@ -269,11 +272,13 @@ def _select(batch: DraftBatch, keep: np.ndarray) -> DraftBatch:
         None if batch.dist_ids is None else batch.dist_ids[is_kept],
         batch.is_with_replacement,
         None if batch.confidence is None else batch.confidence[is_kept],
+        None if batch.votes is None else batch.votes[:, is_kept],
+        batch.voters,
     )
 
 
 def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
-    """Join the drafts of several methods; no segment has drafts of two."""
+    """Join the drafts of several methods; no segment has drafts of two batches."""
     import torch
 
     tables = [b.draft_probs for b in batches if b.draft_probs is not None]
@@ -282,6 +287,8 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
     dist_ids: list[Int64Array] = []
     offsets = [0]
     confidence: list[np.ndarray] = []
+    votes: list[np.ndarray] = []
+    voters = tuple(dict.fromkeys(voter for batch in batches for voter in batch.voters))
     has_confidence = any(batch.confidence is not None for batch in batches)
     is_with_replacement = np.zeros(num_segments, dtype=np.bool_)
     for batch in batches:
@@ -298,6 +305,10 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
             sure = batch.confidence
             confidence.append(np.full(len(chosen), np.nan) if sure is None else sure[nodes])
             dist_ids.append(chosen if own is None else np.where(own < 0, -1, own + first_dist))
+            votes.append(np.full((len(voters), len(chosen)), -1.0))
+            for row, voter in enumerate(batch.voters):
+                assert batch.votes is not None
+                votes[-1][voters.index(voter)] = batch.votes[row, nodes]
             if batch.draft_probs is not None:
                 first_dist += len(batch.draft_probs)
         offsets.append(offsets[-1] + sum(len(t) for t in token_ids[-len(batches) :]))
@@ -309,4 +320,6 @@ def _merge(batches: list[DraftBatch], num_segments: int) -> DraftBatch:
         np.concatenate(dist_ids) if tables else None,
         is_with_replacement if is_with_replacement.any() else None,
         np.concatenate(confidence) if has_confidence else None,
+        np.concatenate(votes, axis=1) if voters else None,
+        voters,
     )

@@ -248,7 +248,7 @@ class Engine:
         if state is None:
             return False
         self.drafting.forget(state.request)
-        self.controller.forget(request_id, state.request.speculation.method)
+        self.controller.forget(request_id)
         return True
 
     def _request(

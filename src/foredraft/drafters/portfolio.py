@@ -1,0 +1,238 @@
+"""The portfolio (``auto``): several drafters for every request, their drafts joined into one tree.
+
+Under the default rule a draft may be anything, so nothing has to be chosen before it is seen: the
+members that cost next to nothing all draft, what they agree on is one node, and the likeliest nodes
+of the joined tree fill the budget. Who proposed which node, and how sure of it, goes along
+(``DraftBatch.votes``): the controller learns what each member's word is worth, per request, takes
+the best of them for a node, and keeps the nodes that pay.
+
+Under a classical rule the first member that serves it drafts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.config import make_config
+from foredraft.drafters.base import Drafter, DrafterContext, Needs
+from foredraft.errors import ConfigError
+from foredraft.registry import PORTFOLIO, drafter_class
+from foredraft.types import (
+    Budgets,
+    DraftBatch,
+    Int64Array,
+    Request,
+    StepPlan,
+    TargetOutput,
+    Verdict,
+)
+
+Float64Array = NDArray[np.float64]
+
+_UNSAID = 0.3
+"""Chance of a node whose drafter cannot say, to order the joined tree by."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortfolioConfig:
+    """Options of the portfolio. None of them can change a text, only how fast it comes.
+
+    Attributes:
+        members: Methods that draft together. For a classical rule the first that serves it counts.
+        options: Options of the members, by method.
+
+    Raises:
+        ConfigError: No member, one that is named twice, or options of none.
+    """
+
+    members: tuple[str, ...] = ("ngram", "suffix", "recycling", "prediction")
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        members = self.members
+        if not isinstance(members, (tuple, list)) or not members:
+            raise ConfigError(f"members is {members!r}; allowed are one method or more.")
+        if len(set(members)) < len(members) or PORTFOLIO in members:
+            raise ConfigError(
+                f"members is {members!r}; allowed are methods other than {PORTFOLIO!r}, each once."
+            )
+        object.__setattr__(self, "members", tuple(members))
+        if not isinstance(self.options, Mapping) or set(self.options) - set(members):
+            raise ConfigError(
+                f"options is {self.options!r}; allowed is a mapping of members to their options."
+            )
+
+
+class PortfolioDrafter(Drafter):
+    """Joins the drafts of several drafters (module docstring). Exact, like every drafter."""
+
+    Config = PortfolioConfig
+
+    def __init__(self, config: PortfolioConfig, context: DrafterContext) -> None:
+        """Make the members."""
+        self.config = config
+        self.members: dict[str, Drafter] = {}
+        for method in config.members:
+            cls = drafter_class(method)
+            options = make_config(cls.Config, config.options.get(method, {}), f"method {method!r}")
+            self.members[method] = cls(options, context)
+        needs = [member.needs for member in self.members.values()]
+        costly = [method for method, member in self.members.items() if member.needs.cost != "once"]
+        if costly:
+            raise ConfigError(
+                f"members holds {', '.join(costly)}, whose drafts take time by the token; allowed "
+                "are methods that draft in one go."
+            )
+        self.needs = Needs(
+            hidden_layers=tuple(sorted({layer for one in needs for layer in one.hidden_layers})),
+            rules=tuple(dict.fromkeys(rule for one in needs for rule in one.rules)),
+        )
+        _load_kernels()
+
+    def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
+        """Propose for each segment the likeliest nodes of all members' drafts."""
+        rules = [segment.request.speculation.verification for segment in plan.segments]
+        alone: dict[str, str] = {}
+        for rule in set(rules) - {"walk"}:
+            serving = [m for m, member in self.members.items() if rule in member.needs.rules]
+            alone[rule] = serving[0]
+        batches, voters = [], []
+        for method, member in self.members.items():
+            may = np.array([rule == "walk" or alone[rule] == method for rule in rules])
+            batch = member.propose(plan, Budgets(np.where(may, budgets.max_nodes, 0)))
+            if len(batch.token_ids):
+                batches.append(batch)
+                voters.append(method)
+        if not batches:
+            return DraftBatch.empty(len(plan.segments))
+        return _join(batches, voters, budgets.max_nodes)
+
+    def observe(
+        self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
+    ) -> None:
+        """Show every member what a step brought."""
+        for member in self.members.values():
+            member.observe(plan, drafts, target, verdict)
+
+    def finish(self, request: Request, token_ids: Int64Array) -> None:
+        """Show every member a text that has ended."""
+        for member in self.members.values():
+            member.finish(request, token_ids)
+
+    def forget(self, request_id: str) -> None:
+        """Let every member forget a request."""
+        for member in self.members.values():
+            member.forget(request_id)
+
+    def close(self) -> None:
+        """Close every member."""
+        for member in self.members.values():
+            member.close()
+
+
+def _join(batches: list[DraftBatch], voters: list[str], limits: Int64Array) -> DraftBatch:
+    """One tree a segment, of at most ``limits`` nodes, with everybody's vote on each node."""
+    most = sum(len(batch.token_ids) for batch in batches)
+    ids = np.empty(most, dtype=np.int64)
+    parents = np.empty(most, dtype=np.int64)
+    votes = np.empty((len(batches), most))
+    starts = np.zeros(len(limits) + 1, dtype=np.int64)
+    for segment in range(len(limits)):
+        begin = end = int(starts[segment])
+        for number, batch in enumerate(batches):
+            nodes = slice(int(batch.offsets[segment]), int(batch.offsets[segment + 1]))
+            if nodes.start == nodes.stop:
+                continue
+            sure = batch.confidence
+            unsaid = np.full(nodes.stop - nodes.start, np.nan)
+            end = _add(
+                batch.token_ids[nodes],
+                batch.parents[nodes],
+                unsaid if sure is None else sure[nodes],
+                number,
+                begin,
+                end,
+                ids,
+                parents,
+                votes,
+            )
+        starts[segment + 1] = _keep_likeliest(begin, end, int(limits[segment]), ids, parents, votes)
+    size = int(starts[-1])
+    return DraftBatch(
+        ids[:size], parents[:size], starts, votes=votes[:, :size].copy(), voters=tuple(voters)
+    )
+
+
+@numba.njit(cache=True)
+def _add(
+    token_ids: Int64Array,
+    above: Int64Array,
+    sure: Float64Array,
+    voter: int,
+    begin: int,
+    end: int,
+    ids: Int64Array,
+    parents: Int64Array,
+    votes: Float64Array,
+) -> int:
+    """Add a draft to the tree at ``begin:end``, one node where both agree; return its new end."""
+    places = np.zeros(token_ids.size + 1, dtype=np.int64)
+    for node in range(token_ids.size):
+        parent = places[above[node]]
+        place = begin
+        while place < end and (parents[place] != parent or ids[place] != token_ids[node]):
+            place += 1
+        if place == end:
+            ids[place], parents[place] = token_ids[node], parent
+            votes[:, place] = -1.0
+            end += 1
+        votes[voter, place] = sure[node]
+        places[node + 1] = place - begin + 1
+    return end
+
+
+@numba.njit(cache=True)
+def _keep_likeliest(
+    begin: int, end: int, limit: int, ids: Int64Array, parents: Int64Array, votes: Float64Array
+) -> int:
+    """Keep the likeliest nodes of the tree at ``begin:end``; return its new end."""
+    size = end - begin
+    if size <= limit:
+        return end
+    survival = np.ones(size + 1)
+    for node in range(size):
+        best = 0.0
+        for voter in range(votes.shape[0]):
+            vote = votes[voter, begin + node]
+            best = max(best, _UNSAID if np.isnan(vote) else vote)
+        # A hair less than its parent, so that a parent is always kept with its child.
+        survival[node + 1] = survival[parents[begin + node]] * min(best, 1 - 1e-9)
+    order = np.argsort(-survival[1:], kind="mergesort")
+    is_kept = np.zeros(size, dtype=np.bool_)
+    is_kept[order[:limit]] = True
+    rows = np.zeros(size + 1, dtype=np.int64)
+    count = 0
+    for node in range(size):
+        if not is_kept[node]:
+            continue
+        place = begin + count
+        ids[place] = ids[begin + node]
+        parents[place] = rows[parents[begin + node]]
+        votes[:, place] = votes[:, begin + node]
+        count += 1
+        rows[node + 1] = count
+    return begin + count
+
+
+def _load_kernels() -> None:
+    """Compile or load what joining runs, so that no step pays for it."""
+    ids, parents = np.array([1, 2]), np.array([0, 1])
+    batch = DraftBatch(ids, parents, np.array([0, 2]), confidence=np.array([0.5, np.nan]))
+    _join([batch, batch], ["a", "b"], np.array([1]))

@@ -122,7 +122,7 @@ class SuffixDrafter(Drafter):
         self.shared = SuffixStore(config.max_depth, config.max_shared_tokens)
         self._texts: dict[str, _Text] = {}
         _load_kernels()
-        self._scratch: tuple[_Draft, _Draft] = (_Draft(0), _Draft(0))
+        self._other = _Draft.of_size(0)
         if config.store is not None or config.corpus:
             if context.tokenizer is None:
                 raise ConfigError(
@@ -151,26 +151,19 @@ class SuffixDrafter(Drafter):
         ]
         if not any(limits):
             return DraftBatch.empty(len(limits))
-        most = max(limits)
-        if len(self._scratch[0].ids) < most:
-            self._scratch = (_Draft(most), _Draft(most))
-        token_ids, parents, chances = [], [], []
+        most = sum(limits)
+        ids = np.empty(most, dtype=np.int64)
+        parents = np.empty(most, dtype=np.int64)
+        chances = np.empty(most)
         offsets = np.zeros(len(limits) + 1, dtype=np.int64)
+        end = 0
         for index, (segment, limit) in enumerate(zip(plan.segments, limits, strict=True)):
-            offsets[index + 1] = offsets[index]
-            if limit == 0:
-                continue
-            draft = self._draft(segment.request, segment.token_ids, limit)
-            offsets[index + 1] += draft.num_nodes
-            token_ids.append(draft.ids[: draft.num_nodes].copy())
-            parents.append(draft.parents[: draft.num_nodes].copy())
-            chances.append(draft.chances[: draft.num_nodes].copy())
-        return DraftBatch(
-            np.concatenate(token_ids),
-            np.concatenate(parents),
-            offsets,
-            confidence=np.concatenate(chances),
-        )
+            if limit > 0:
+                own = _Draft(ids[end:], parents[end:], chances[end:])
+                self._draft(segment.request, segment.token_ids, limit, own)
+                end += own.num_nodes
+            offsets[index + 1] = end
+        return DraftBatch(ids[:end], parents[:end], offsets, confidence=chances[:end])
 
     def finish(self, request: Request, token_ids: Int64Array) -> None:
         """Keep the response for other requests of its scope."""
@@ -190,27 +183,28 @@ class SuffixDrafter(Drafter):
         if self.config.store is not None:
             self.shared.save(Path(self.config.store), self._tokenizer_id)
 
-    def _draft(self, request: Request, token_ids: Int64Array, limit: int) -> _Draft:
-        """The draft of one request, in memory that the next one reuses."""
+    def _draft(self, request: Request, token_ids: Int64Array, limit: int, own: _Draft) -> None:
+        """Write the draft of one request."""
         text = self._texts.get(request.request_id)
         if text is None or len(token_ids) < text.num_known:
             text = self._texts[request.request_id] = _Text(self.config.max_depth)
-        # Ids that the model does not have end a match; they may be in a prompt's padding.
-        text.tree.extend(_known(token_ids[text.num_known :], self.context.vocab_size))
+        new = token_ids[text.num_known :]
+        if text.num_known == 0:  # a prompt may hold ids that the model does not have
+            new = _known(new, self.context.vocab_size)
+        text.tree.extend(new)
         text.num_known = len(token_ids)
         speculation = request.speculation
         num_branches = self.config.num_branches if speculation.allows_trees else 1
-        own, other = self._scratch
         options = (limit, num_branches, self.config.draft_len_factor)
         own.grow_from(text.tree, token_ids, True, *options)
         if speculation.verification != "walk":
-            return own
+            return
         for tree in self.shared.trees(speculation.suffix_scope):
-            other.grow_from(tree, token_ids, False, *options)
-            if other.matched > own.matched:
-                own, other = other, own
-            own.fill_up(other, limit, num_branches)
-        return own
+            if len(self._other.ids) < limit:
+                self._other = _Draft.of_size(limit)
+            self._other.grow_from(tree, token_ids, False, *options)
+            if self._other.num_nodes:
+                own.join(self._other, limit, num_branches)
 
     def _load(self, path: Path) -> None:
         """Read the store; a damaged one is set aside, and drafting goes on without it."""
@@ -236,12 +230,12 @@ class SuffixDrafter(Drafter):
 
 
 class _Draft:
-    """A draft that is being put together, in memory that is used again.
+    """A draft that is being put together.
 
     Attributes:
-        ids: int64 [limit], tokens.
-        parents: int64 [limit], 0 is the root, ``k`` the k-th node.
-        chances: float64 [limit], of each node once its parent is accepted.
+        ids: int64 [limit] or more, tokens.
+        parents: int64 [limit] or more, 0 is the root, ``k`` the k-th node.
+        chances: float64 [limit] or more, of each node once its parent is accepted.
         num_nodes: How many there are.
         matched: Tokens that matched.
         escape: Chance that what comes is none of what followed the longest match.
@@ -249,12 +243,16 @@ class _Draft:
 
     __slots__ = ("chances", "escape", "ids", "matched", "num_nodes", "parents")
 
-    def __init__(self, limit: int) -> None:
-        self.ids: Int64Array = np.empty(limit, dtype=np.int64)
-        self.parents: Int64Array = np.empty(limit, dtype=np.int64)
-        self.chances: NDArray[np.float64] = np.empty(limit)
+    def __init__(self, ids: Int64Array, parents: Int64Array, chances: NDArray[np.float64]) -> None:
+        self.ids, self.parents, self.chances = ids, parents, chances
         self.num_nodes = self.matched = 0
         self.escape = 1.0
+
+    @staticmethod
+    def of_size(limit: int) -> _Draft:
+        """One with memory of its own."""
+        ids, parents = (np.empty(limit, dtype=np.int64) for _ in range(2))
+        return _Draft(ids, parents, np.empty(limit))
 
     def grow_from(
         self,
@@ -271,8 +269,20 @@ class _Draft:
             token_ids, is_own, limit, num_branches, len_factor, out
         )
 
-    def fill_up(self, other: _Draft, limit: int, num_branches: int) -> None:
-        """Add another draft's nodes, as far as they are new and there is room."""
+    def join(self, other: _Draft, limit: int, num_branches: int) -> None:
+        """Add another draft's nodes, as far as they are new and there is room.
+
+        The one whose match is longer leads: if that is the other, its nodes come first.
+        """
+        if other.matched > self.matched:
+            size = max(self.num_nodes, other.num_nodes)
+            for name in ("ids", "parents", "chances"):
+                ours, theirs = getattr(self, name), getattr(other, name)
+                ours[:size], theirs[:size] = theirs[:size].copy(), ours[:size].copy()
+            for name in ("num_nodes", "matched", "escape"):
+                ours, theirs = getattr(self, name), getattr(other, name)
+                setattr(self, name, theirs)
+                setattr(other, name, ours)
         self.num_nodes = _fill_up(
             self.ids,
             self.parents,
@@ -297,9 +307,9 @@ def _load_kernels() -> None:
     for ids in (text, view):
         tree.extend(ids)
         for is_own in (False, True):
-            one = _Draft(2)
+            one = _Draft.of_size(2)
             one.grow_from(tree, ids, is_own, 2, 2, 1.0)
-            one.fill_up(one, 2, 2)
+            one.join(one, 2, 2)
 
 
 @numba.njit(cache=True)

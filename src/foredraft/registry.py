@@ -20,6 +20,7 @@ PORTFOLIO = "auto"
 METHODS: dict[str, str] = {
     PORTFOLIO: "foredraft.drafters.portfolio:PortfolioDrafter",
     "ngram": "foredraft.drafters.ngram:NgramDrafter",
+    "lookahead": "foredraft.drafters.lookahead:LookaheadDrafter",
     "prediction": "foredraft.drafters.prediction:PredictionDrafter",
     "recycling": "foredraft.drafters.recycling:RecyclingDrafter",
     "suffix": "foredraft.drafters.suffix:SuffixDrafter",

@@ -174,6 +174,8 @@ class Verdict:
         token_offsets: int64 [num_segments + 1].
         is_finite: bool [num_segments]; False where the target's logits were not finite, in which
             case the segment emits the accepted tokens before that, if any, and no further one.
+        picks: int64 [num_rows], the target's own token at every row of its logits, at rejected
+            nodes too; ``None`` where a verdict was made without.
     """
 
     path: Int64Array
@@ -181,6 +183,7 @@ class Verdict:
     token_ids: Int64Array
     token_offsets: Int64Array
     is_finite: NDArray[np.bool_]
+    picks: Int64Array | None = None
 
 
 @dataclass(frozen=True, slots=True)

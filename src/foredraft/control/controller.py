@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from foredraft.control.allocate import Allocation, Padding, allocate
+from foredraft.control.chances import chances, is_unfiltered
 from foredraft.control.cost_table import CostTable
 from foredraft.control.estimator import (
     AcceptanceTable,
@@ -37,6 +36,7 @@ from foredraft.control.view import (
     FIRST_PROBE,
     NO_CONFIDENCE,
     MethodNote,
+    MethodTraits,
     RequestNote,
     View,
     kept,
@@ -44,7 +44,6 @@ from foredraft.control.view import (
     read,
     renumber,
 )
-from foredraft.params import SamplingParams
 from foredraft.plan.profile import PassTime
 from foredraft.registry import PLAIN
 from foredraft.sampling.processors import Float64Array
@@ -78,6 +77,9 @@ news."""
 _PROBE_SHARE = 0.005
 """Of a step: what probes may cost in the long run."""
 
+_CHEAP = 0.05
+"""A probe that is expected to cost less than this share of a step may come again soon."""
+
 _PLAIN_AFTER, _PLAIN_GAIN = 48, 1.2
 """After so many steps with drafts, where drafting promises less than this factor, a step goes
 without: the price of plain decoding, which every promise is measured by, must not grow stale."""
@@ -97,20 +99,6 @@ _RETRY_AFTER = 256
 """Steps after which a dead method is tried again."""
 
 _COST_MEMORY = 1 / 16
-
-
-@dataclass(frozen=True, slots=True)
-class MethodTraits:
-    """What the controller must know of a drafter.
-
-    Attributes:
-        cost: What its time is counted by: ``once``, ``per_token`` or ``per_level``.
-        sees_noise: Whether its drafts depend on the target's noise, so that the target's
-            probability of a token is not the chance that it is picked.
-    """
-
-    cost: str = "once"
-    sees_noise: bool = False
 
 
 class Controller:
@@ -144,6 +132,7 @@ class Controller:
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
         is_on = {method: self._is_on(method) for method in view.names if method != PLAIN}
         forecast: dict[str, list[int]] = {}
+        whole: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):
             room = _room(segment)
             if room < 1:
@@ -153,10 +142,14 @@ class Controller:
                 nodes[index] = min(int(speculation.num_speculative_tokens), room)
             elif self.cost_table is not None and is_on[speculation.method]:
                 nodes[index] = min(room, MAX_AUTO_NODES)
-                if not (view.is_walk[index] and self._is_free(speculation.method)):
+                if self._traits(speculation.method).is_whole:
+                    whole.setdefault(speculation.method, []).append(index)
+                elif not (view.is_walk[index] and self._is_free(speculation.method)):
                     forecast.setdefault(speculation.method, []).append(index)
         for method, indices in forecast.items():
             self._forecast(view, method, indices, nodes)
+        for method, indices in whole.items():
+            self._forecast_whole(view, method, indices, nodes)
         return Budgets(nodes)
 
     def trim(self, plan: StepPlan, drafts: DraftBatch) -> DraftBatch:
@@ -241,14 +234,18 @@ class Controller:
             nodes = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
             if nodes.start == nodes.stop:
                 continue
+            if self._traits(view.methods[index]).is_whole:
+                gain = float(verdict.path_offsets[index + 1] - verdict.path_offsets[index])
+                note.learn_gain(gain, self._method(view.methods[index]))
             if note.is_probe:
                 is_news = values[nodes].any() and expected[nodes.start] < _SURPRISE
+                may_go_on = is_news or note.is_cheap
                 note.probe_after = (
-                    FIRST_PROBE if is_news else min(2 * note.probe_after, _LAST_PROBE)
+                    FIRST_PROBE if may_go_on else min(2 * note.probe_after, _LAST_PROBE)
                 )
             if self._says_more(view, index):
                 first = int(target.offsets[index])
-                values[nodes] = _chances(
+                values[nodes] = chances(
                     target.logits[first : first + nodes.stop - nodes.start + 1],
                     drafts.token_ids[nodes],
                     drafts.parents[nodes],
@@ -275,6 +272,9 @@ class Controller:
     def _view_of(self, plan: StepPlan) -> View:
         if self._view is None or self._view.plan is not plan:
             self._view = View(plan, self._requests, self._method)
+            for number, method in enumerate(self._view.names):
+                if method != PLAIN and self._traits(method).is_whole:
+                    self._view.may_trim[self._view.which == number] = False
         return self._view
 
     def _method(self, method: str) -> MethodNote:
@@ -356,7 +356,7 @@ class Controller:
         return (
             view.notes[index].num_verify_steps <= _YOUNG
             and bool(view.is_walk[index])
-            and _is_unfiltered(view.plan.segments[index].request.sampling)
+            and is_unfiltered(view.plan.segments[index].request.sampling)
             and not self._traits(view.methods[index]).sees_noise
         )
 
@@ -445,6 +445,43 @@ class Controller:
         if probes and best is None:
             self._probe_debt += unit / float(step[0])
 
+    def _forecast_whole(
+        self, view: View, method: str, indices: list[int], nodes: Int64Array
+    ) -> None:
+        """Give each request of a method the whole of its budget or nothing, before drafting.
+
+        What a whole draft brings is what it brought before; those that it brought most come first.
+        """
+        found = self._method(method)
+        assert self.cost_table is not None
+        notes = view.notes
+        for index in indices:
+            notes[index].begin_gain(found)
+        order = sorted(indices, key=lambda index: -notes[index].gain)
+        sizes = np.concatenate([[0.0], np.cumsum(nodes[order])])
+        gains = np.concatenate([[0.0], np.cumsum([notes[index].gain for index in order])])
+        seconds = self.cost_table.seconds(len(notes), view.num_rows + sizes, view.context)
+        padded = len(notes) * float(nodes[order].max()) - sizes[1:]
+        seconds[1:] += (found.unit_seconds or 0.0) + padded * self.cost_table.padding_seconds(
+            view.context
+        )
+        rates = (view.num_picks + gains) / seconds
+        best = int(np.argmax(rates))
+        if all(notes[index].num_idle for index in indices) and (
+            rates[best] < rates[0] * (1 + _LEAST_GAIN)
+        ):
+            best = 0
+        idle = order[best:]
+        for index in order[:best]:
+            notes[index].num_idle = 0
+        for index in idle:
+            notes[index].num_idle += 1
+        self._choose_probes([notes[index] for index in idle])
+        probes = [index for index in idle if notes[index].is_probe]
+        nodes[[index for index in idle if not notes[index].is_probe]] = 0
+        if probes:
+            self._probe_debt += max(0.0, rates[best] / rates[best + len(probes)] - 1)
+
     def _probe(
         self,
         view: View,
@@ -483,7 +520,10 @@ class Controller:
         keep[first] = True
         worth = float(survival[first].sum())
         rise = seconds[num_kept + len(first)] / seconds[num_kept] - 1
-        self._probe_debt += max(0.0, rise - worth / max(1, view.num_picks))
+        loss = rise - worth / max(1, view.num_picks)
+        self._probe_debt += max(0.0, loss)
+        for index in idle:
+            view.notes[index].is_cheap = loss < _CHEAP
         return worth
 
     def _choose_probes(self, notes: list[RequestNote]) -> None:
@@ -533,30 +573,6 @@ def _room(segment: Segment) -> int:
     if not segment.is_decode or request.speculation.method == PLAIN:
         return 0
     return request.max_tokens - segment.num_output_tokens - 1
-
-
-def _is_unfiltered(sampling: SamplingParams) -> bool:
-    return (
-        not sampling.is_greedy
-        and sampling.top_k == 0
-        and sampling.top_p == 1
-        and sampling.min_p == 0
-    )
-
-
-def _chances(
-    logits: torch.Tensor, token_ids: Int64Array, parents: Int64Array, temperature: float
-) -> Float64Array:
-    """The target's probability of each drafted token at its parent's row, float64 [num_nodes]."""
-    rows = torch.from_numpy(np.unique(parents)).to(logits.device)
-    place = np.searchsorted(np.unique(parents), parents)
-    scaled = logits[rows] / temperature
-    norms = torch.logsumexp(scaled, dim=-1)
-    where = torch.from_numpy(place).to(logits.device)
-    tokens = torch.from_numpy(token_ids).to(logits.device)
-    chances = torch.exp(scaled[where, tokens] - norms[where]).double().cpu().numpy()
-    out: Float64Array = np.nan_to_num(chances, nan=0.0)
-    return out
 
 
 def load_kernels() -> None:

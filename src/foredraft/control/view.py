@@ -16,17 +16,52 @@ from foredraft.types import DraftBatch, Int64Array, StepPlan
 FIRST_PROBE = 8
 """Steps without a draft before one token is tried again."""
 
+_FIRST_GAIN, _GAIN_MEMORY = 1.0, 16.0
+"""What a whole draft is taken to bring at first, and the drafts that it is learnt over."""
+
 NO_CONFIDENCE = np.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodTraits:
+    """What the controller must know of a drafter.
+
+    Attributes:
+        cost: What its time is counted by: ``once``, ``per_token`` or ``per_level``.
+        sees_noise: Whether its drafts depend on the target's noise, so that the target's
+            probability of a token is not the chance that it is picked.
+        is_whole: Whether a draft must be verified whole or not at all.
+    """
+
+    cost: str = "once"
+    sees_noise: bool = False
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
 class RequestNote:
-    """What is kept of a request: when it last drafted, and how long it has been watched."""
+    """What is kept of a request: when it last drafted, how long it has been watched, its gain.
+
+    The gain is the accepted tokens of a draft that is verified whole; below 0 it is not known.
+    """
 
     num_verify_steps: int = 0
     num_idle: int = 0
     probe_after: int = FIRST_PROBE
     is_probe: bool = False
+    is_cheap: bool = False
+    gain: float = -1.0
+
+    def begin_gain(self, method: MethodNote) -> None:
+        """Take a young request to be like the method's others."""
+        if self.gain < 0:
+            self.gain = method.gain
+
+    def learn_gain(self, num_accepted: float, method: MethodNote) -> None:
+        """Learn what a whole draft brought."""
+        self.begin_gain(method)
+        self.gain += (num_accepted - self.gain) / _GAIN_MEMORY
+        method.gain += (num_accepted - method.gain) / _GAIN_MEMORY
 
 
 class MethodNote:
@@ -39,6 +74,7 @@ class MethodNote:
         num_steps: Steps with a request of this method.
         off_until: The step until which it is off, for being dead; 0 where it is on.
         is_retrying: Whether it is being tried again.
+        gain: Accepted tokens of a draft that is verified whole.
     """
 
     def __init__(self) -> None:
@@ -49,6 +85,7 @@ class MethodNote:
         self.num_steps = 0
         self.off_until = 0
         self.is_retrying = False
+        self.gain = _FIRST_GAIN
 
 
 class View:

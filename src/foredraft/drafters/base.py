@@ -44,6 +44,9 @@ class Needs:
         sees_noise: Whether its drafts depend on the target's noise at their positions. Then the
             target's probability of a token is not the chance that it is picked.
         rules: The verification rules that its drafts are fit for.
+        is_whole: Whether a draft is worth having only as a whole, for what the target says of it
+            and not for what is accepted alone. Then ``auto`` never trims it, but asks for all of it
+            or nothing.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -51,6 +54,7 @@ class Needs:
     cost: str = "once"
     sees_noise: bool = False
     rules: tuple[str, ...] = VERIFICATIONS
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class Engine:
 
     def _traits(self, method: str) -> MethodTraits:
         needs = self.drafting.needs(method)
-        return MethodTraits(needs.cost, needs.sees_noise)
+        return MethodTraits(needs.cost, needs.sees_noise, needs.is_whole)
 
     def _with_prediction_ids(self, speculation: SpeculationParams) -> SpeculationParams:
         """The params with the prediction as token ids, which must fit into the context."""

@@ -6,6 +6,7 @@ and the target's logits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -55,7 +56,7 @@ def verify(plan: StepPlan, drafts: DraftBatch, target: TargetOutput) -> Verdict:
     is_classical = np.array([s.request.speculation.verification != "walk" for s in segments])
     if is_classical.any():
         verdict = _verify_classical(plan, drafts, target, params, picks, verdict, is_classical)
-    return verdict
+    return dataclasses.replace(verdict, picks=picks.token_ids)
 
 
 def load_kernels() -> None:

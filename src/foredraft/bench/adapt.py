@@ -10,30 +10,24 @@ from __future__ import annotations
 import functools
 import gc
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from foredraft.bench import harness, workloads
+from foredraft.bench.sides import Side, take_turns
 from foredraft.bench.simulate import simulate
-from foredraft.config import EngineConfig
-from foredraft.engine.engine import Engine
 from foredraft.engine.llm import LLM
 from foredraft.engine.profiling import known_profile, measure_profile
-from foredraft.engine.request_state import RequestState
-from foredraft.model.loader import Target
-from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.params import SpeculationParams
 from foredraft.plan.profile import Profile
-from foredraft.plan.trace import trace_line
 from foredraft.registry import PLAIN
 
 BATCHES = (1, 2, 4, 8, 16)
 FIXED = (1, 2, 4, 8, 16)
 _NUM_TOKENS = 48
 _NUM_LOOP_TOKENS = 160
-_NUM_TURNS = 8
 _SIDES: dict[str, SpeculationParams] = {
     "plain": SpeculationParams(PLAIN, 0),
     **{f"fixed {n}": SpeculationParams("ngram", n) for n in FIXED},
@@ -81,7 +75,7 @@ def run(
         gc.collect()
         gc.freeze()
         ids = [llm.encode(prompt) for prompt in workloads.prompts_of("copy", 2)]
-        _Side(llm.engine.target, ids, _SIDES["auto"], num_tokens).advance(2 * num_tokens)
+        Side(llm.engine.target, ids, _SIDES["auto"], num_tokens).advance(2 * num_tokens)
         for kind in kinds:
             for batch in batches:
                 cell, lines = _cell(llm, profile, kind, batch, rounds, num_tokens, progress)
@@ -94,121 +88,6 @@ def run(
         for name, value in summary.items():
             progress.say(f"{name:28} {value:.3f}" if value is not None else f"{name:28} none")
     return harness.report("adapt", [*cells, peak, *simulated], summary)
-
-
-class _Side:
-    """One way to draft, in an engine of its own over the shared target, under steady traffic.
-
-    Sides take turns every few steps, so that a machine that slows down slows all of them; and each
-    learns from its own steps alone. A request leaves after half as many tokens again as
-    ``num_tokens``, and the next one comes, so that the batch keeps its size. Steps with prompts in
-    them are run but not counted.
-
-    Attributes:
-        steps: Draft tokens, requests and tokens of each counted step.
-        seconds: Of the counted steps.
-        deciding: Seconds of these that the controller took.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        prompt_ids: Sequence[Any],
-        speculation: SpeculationParams,
-        num_tokens: int,
-    ) -> None:
-        config = EngineConfig(max_num_requests=len(prompt_ids))
-        self.engine = Engine(config, target=target)
-        self._ids = prompt_ids
-        self._sampling = SamplingParams(max_tokens=num_tokens * 3 // 2, ignore_eos=True)
-        self._speculation = speculation
-        self._clock = 0.0
-        self._states: list[RequestState] = []
-        self.steps: list[tuple[int, int, int]] = []
-        self.seconds = self.deciding = 0.0
-        controller = self.engine.controller
-        for name in ("budget", "trim", "observe"):
-            setattr(controller, name, self._timed(getattr(controller, name)))
-        for _ in prompt_ids:
-            self._add()
-
-    def advance(self, num_tokens: int) -> None:
-        """Run until so many tokens more were counted."""
-        wanted = self.num_tokens + num_tokens
-        while self.num_tokens < wanted:
-            before = self._clock
-            deltas = self.engine.step()
-            step = self.engine.last_step
-            if step is not None and step.num_decoding == step.num_segments == len(self._ids):
-                self.seconds += step.total_s
-                self.deciding += self._clock - before
-                self.steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
-            for delta in deltas:
-                if delta.finish_reason is not None:
-                    self._add()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the counted steps."""
-        return sum(tokens for _, _, tokens in self.steps)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second of the counted steps."""
-        return self.num_tokens / self.seconds
-
-    @property
-    def texts(self) -> list[list[int]]:
-        """Token ids of the first requests, as far as they came."""
-        return [state.output_ids.tolist() for state in self._states[: len(self._ids)]]
-
-    @property
-    def foreseen(self) -> float | None:
-        """The controller's own forecast of the speedup, where it made one."""
-        foreseen_s = sum(state.stats.predicted_s for state in self._states)
-        plain_s = sum(state.stats.expected_plain_s for state in self._states)
-        return plain_s / foreseen_s if foreseen_s else None
-
-    @property
-    def traces(self) -> list[str]:
-        """Trace lines of the requests that decoded."""
-        return [
-            trace_line(
-                self._speculation.method,
-                len(self._ids),
-                0.0,
-                state.stats.num_tokens,
-                state.stats.steps,
-            )
-            for state in self._states
-            if state.stats.steps
-        ]
-
-    def _add(self) -> None:
-        ids = self._ids[len(self._states) % len(self._ids)]
-        name = self.engine.add(ids, self._sampling, self._speculation)
-        self._states.append(self.engine.request_state(name))
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            result = call(*args, **kwargs)
-            self._clock += time.perf_counter() - started
-            return result
-
-        return wrapped
-
-
-def _take_turns(
-    sides: dict[str, _Side], rounds: int, num_tokens: int, tell: Callable[[str], None]
-) -> None:
-    """Let every side run so many tokens a round, in turns of a few steps."""
-    for round_index in range(rounds):
-        for turn in range(_NUM_TURNS):
-            tell(f"round {round_index + 1} of {rounds}, turn {turn + 1} of {_NUM_TURNS}")
-            for side in sides.values():
-                side.advance(num_tokens // _NUM_TURNS)
 
 
 def _tell(progress: harness.Progress, what: str, text: str) -> None:
@@ -227,9 +106,9 @@ def _cell(
     """One kind of work at one batch size: every side, in turn; and what ``auto`` traced."""
     ids = [llm.encode(prompt) for prompt in workloads.prompts_of(kind, batch)]
     target = llm.engine.target
-    sides = {name: _Side(target, ids, how, num_tokens) for name, how in _SIDES.items()}
+    sides = {name: Side(target, ids, how, num_tokens) for name, how in _SIDES.items()}
     tell = functools.partial(_tell, progress, f"{kind}, batch {batch}")
-    _take_turns(sides, rounds, num_tokens * batch, tell)
+    take_turns(sides, rounds, num_tokens * batch, tell)
     speedups = {name: side.rate / sides["plain"].rate for name, side in sides.items()}
     best = max((name for name in sides if name.startswith("fixed")), key=speedups.__getitem__)
     auto = sides["auto"]
@@ -278,10 +157,10 @@ def _peak(llm: LLM, rounds: int, progress: harness.Progress) -> dict[str, Any]:
     """The most that drafting brings here: a text that repeats itself."""
     ids = [llm.encode(workloads.LOOP)]
     sides = {
-        name: _Side(llm.engine.target, ids, _SIDES[name], _NUM_LOOP_TOKENS)
+        name: Side(llm.engine.target, ids, _SIDES[name], _NUM_LOOP_TOKENS)
         for name in ("plain", "auto")
     }
-    _take_turns(sides, rounds, _NUM_LOOP_TOKENS, functools.partial(_tell, progress, "loop"))
+    take_turns(sides, rounds, _NUM_LOOP_TOKENS, functools.partial(_tell, progress, "loop"))
     return {
         "what": "a text that repeats itself",
         "speedup": sides["auto"].rate / sides["plain"].rate,

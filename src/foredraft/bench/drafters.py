@@ -1,8 +1,9 @@
 """``make bench-drafters``: what each method without weights drafts, and what that costs.
 
 Recorded answers of the target are replayed: a method proposes, as much is accepted as agrees with
-the text, and the text goes on. Then predicted output on the model itself: an edit of which nine
-words in ten were foreseen.
+the text, and the text goes on. Then the model itself: every method as ``auto`` decides, beside
+plain decoding and beside all of them together; and predicted output, an edit of which nine words in
+ten were foreseen.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from foredraft.bench import harness, workloads
+from foredraft.bench.sides import Side, take_turns
 from foredraft.bench.streams import Stream, streams
 from foredraft.cache import cache_folder
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.engine.llm import LLM
 from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.registry import drafter_class
+from foredraft.registry import PORTFOLIO, drafter_class
 from foredraft.types import Budgets, Request, Segment, StepPlan
 
 _METHODS = ("ngram", "suffix")
@@ -37,6 +39,9 @@ _LONG = (1_000, 4_000, 16_000, 64_000)
 _NUM_LATE_STEPS = 200
 _ARCTIC = "arctic-inference"
 _PREDICTION_TOKENS = 220
+_LIVE_METHODS = ("ngram", "suffix", "recycling", "lookahead")
+_LIVE_BATCHES = (1, 4)
+_LIVE_TOKENS = 48
 
 
 def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
@@ -62,6 +67,12 @@ def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
             cells += _long(method, texts, vocab_size, progress)
         arctic = _arctic(texts, progress)
         cells += arctic
+        for kind in workloads.KINDS:
+            for batch in _LIVE_BATCHES:
+                cells.append(_live(llm, kind, batch, rounds, progress))
+                speedups = cells[-1]["speedup"]
+                shown = "  ".join(f"{name} {value:.2f}" for name, value in speedups.items())
+                progress.say(f"{kind:10} batch {batch}: {shown}")
         prediction = _prediction(llm, rounds, progress)
         cells.append(prediction)
         summary = _summary(cells, prediction)
@@ -236,6 +247,25 @@ def _arctic(texts: Sequence[Stream], progress: harness.Progress) -> list[dict[st
     return cells
 
 
+def _live(
+    llm: LLM, kind: str, batch: int, rounds: int, progress: harness.Progress
+) -> dict[str, Any]:
+    """One kind of work at one batch size: plain, every method, and all of them together."""
+    ids = [llm.encode(prompt) for prompt in workloads.prompts_of(kind, batch)]
+    ways = {"plain": SpeculationParams("none", 0)}
+    ways |= {method: SpeculationParams(method) for method in (*_LIVE_METHODS, PORTFOLIO)}
+    sides = {name: Side(llm.engine.target, ids, way, _LIVE_TOKENS) for name, way in ways.items()}
+    take_turns(
+        sides, rounds, _LIVE_TOKENS * batch, lambda text: progress(f"{kind}, batch {batch}, {text}")
+    )
+    return {
+        "what": "embedded model",
+        "kind": kind,
+        "batch": batch,
+        "speedup": {name: side.rate / sides["plain"].rate for name, side in sides.items()},
+    }
+
+
 def _prediction(llm: LLM, rounds: int, progress: harness.Progress) -> dict[str, Any]:
     """The model's own answer to an edit, with every tenth word changed, as its prediction."""
     sampling = SamplingParams(max_tokens=_PREDICTION_TOKENS)
@@ -296,6 +326,13 @@ def _summary(cells: Sequence[dict[str, Any]], prediction: dict[str, Any]) -> dic
                 ours["us_per_step"] / theirs["us_per_step"] for ours, theirs in pairs
             ),
         }
+    live = [cell["speedup"] for cell in cells if cell["what"] == "embedded model"]
+    singles = [[cell[method] for method in _LIVE_METHODS] for cell in live]
+    summary["min_auto_vs_plain"] = min(min(values) for values in singles)
+    summary["min_portfolio_vs_plain"] = min(cell[PORTFOLIO] for cell in live)
+    summary["min_auto_vs_best_method"] = min(
+        cell[PORTFOLIO] / max(values) for cell, values in zip(live, singles, strict=True)
+    )
     summary["prediction_speedup"] = prediction["speedup"]["prediction"]
     for method in _METHODS:
         late = [

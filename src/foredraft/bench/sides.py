@@ -1,0 +1,140 @@
+"""Ways to draft beside each other: each in an engine of its own, taking turns every few tokens."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from foredraft.config import EngineConfig
+from foredraft.engine.engine import Engine
+from foredraft.engine.request_state import RequestState
+from foredraft.model.loader import Target
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.plan.trace import trace_line
+
+_NUM_TURNS = 6
+
+
+class Side:
+    """One way to draft, in an engine of its own over the shared target, under steady traffic.
+
+    Sides take turns every few steps, so that a machine that slows down slows all of them; and each
+    learns from its own steps alone. A request leaves after half as many tokens again as
+    ``num_tokens``, and the next one comes, so that the batch keeps its size. Steps with prompts in
+    them are run but not counted.
+
+    Attributes:
+        steps: Draft tokens, requests and tokens of each counted step.
+        seconds: Of the counted steps.
+        deciding: Seconds of these that the controller took.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompt_ids: Sequence[Any],
+        speculation: SpeculationParams,
+        num_tokens: int,
+    ) -> None:
+        """Queue the first requests.
+
+        Args:
+            target: The loaded model.
+            prompt_ids: Prompts, as many as requests decode at once.
+            speculation: How all of them are drafted.
+            num_tokens: Tokens of a round; a request has half as many again.
+        """
+        config = EngineConfig(max_num_requests=len(prompt_ids))
+        self.engine = Engine(config, target=target)
+        self._ids = prompt_ids
+        self._sampling = SamplingParams(max_tokens=num_tokens * 3 // 2, ignore_eos=True)
+        self._speculation = speculation
+        self._clock = 0.0
+        self._states: list[RequestState] = []
+        self.steps: list[tuple[int, int, int]] = []
+        self.seconds = self.deciding = 0.0
+        controller = self.engine.controller
+        for name in ("budget", "trim", "observe"):
+            setattr(controller, name, self._timed(getattr(controller, name)))
+        for _ in prompt_ids:
+            self._add()
+
+    def advance(self, num_tokens: int) -> None:
+        """Run until so many tokens more were counted."""
+        wanted = self.num_tokens + num_tokens
+        while self.num_tokens < wanted:
+            before = self._clock
+            deltas = self.engine.step()
+            step = self.engine.last_step
+            if step is not None and step.num_decoding == step.num_segments == len(self._ids):
+                self.seconds += step.total_s
+                self.deciding += self._clock - before
+                self.steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._add()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the counted steps."""
+        return sum(tokens for _, _, tokens in self.steps)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the counted steps."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Token ids of the first requests, as far as they came."""
+        return [state.output_ids.tolist() for state in self._states[: len(self._ids)]]
+
+    @property
+    def foreseen(self) -> float | None:
+        """The controller's own forecast of the speedup, where it made one."""
+        foreseen_s = sum(state.stats.predicted_s for state in self._states)
+        plain_s = sum(state.stats.expected_plain_s for state in self._states)
+        return plain_s / foreseen_s if foreseen_s else None
+
+    @property
+    def traces(self) -> list[str]:
+        """Trace lines of the requests that decoded."""
+        return [
+            trace_line(
+                self._speculation.method,
+                len(self._ids),
+                0.0,
+                state.stats.num_tokens,
+                state.stats.steps,
+            )
+            for state in self._states
+            if state.stats.steps
+        ]
+
+    def _add(self) -> None:
+        ids = self._ids[len(self._states) % len(self._ids)]
+        name = self.engine.add(ids, self._sampling, self._speculation)
+        self._states.append(self.engine.request_state(name))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*args, **kwargs)
+            self._clock += time.perf_counter() - started
+            return result
+
+        return wrapped
+
+
+def take_turns(
+    sides: Mapping[str, Side], rounds: int, num_tokens: int, tell: Callable[[str], None]
+) -> None:
+    """Let every side run so many tokens a round, in turns of a few steps."""
+    for round_index in range(rounds):
+        for turn in range(_NUM_TURNS):
+            tell(f"round {round_index + 1} of {rounds}, turn {turn + 1} of {_NUM_TURNS}")
+            for side in sides.values():
+                side.advance(num_tokens // _NUM_TURNS)

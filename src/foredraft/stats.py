@@ -59,21 +59,27 @@ class RequestStats:
     plain_s: float = 0.0
     expected_plain_s: float = 0.0
     predicted_s: float = 0.0
-    steps: list[tuple[int, int]] = field(default_factory=list)
+    steps: list[tuple[int, int, bool]] = field(default_factory=list)
 
     def record_prefill(self, num_emitted: int) -> None:
         """Count a pass over a chunk of the prompt, and the token that the last one emits."""
         self.num_tokens += num_emitted
         self.num_first_tokens += num_emitted
 
-    def record_verify(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
-        """Count one verify step: what was drafted, accepted and emitted, after every stop rule."""
+    def record_verify(
+        self, num_draft_tokens: int, num_accepted: int, num_emitted: int, is_cut: bool = True
+    ) -> None:
+        """Count one verify step: what was drafted, accepted and emitted, after every stop rule.
+
+        ``is_cut`` says that the draft was as long as it was allowed to be, or trimmed; else the
+        drafter had no more.
+        """
         self.num_verify_steps += 1
         self.num_drafts += num_draft_tokens > 0
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
         self.num_tokens += num_emitted
-        self.steps.append((num_draft_tokens, num_accepted))
+        self.steps.append((num_draft_tokens, num_accepted, is_cut))
         while len(self.accepted_at) < num_accepted:
             self.accepted_at.append(0)
         for position in range(num_accepted):

@@ -452,13 +452,13 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["generate", "x", "--max-tokens", "1e3"], "--max-tokens"),
     (["generate", "x", "--stop-token-id", "-1"], "stop_token_ids holds -1"),
     (["generate", "x", "--rounds", "0", "--compare"], "rounds is 0"),
-    (["generate", "x", "--prediction-file", "/no/such.txt"], "is for --method prediction"),
+    (["generate", "x", "--prediction-file", "/no/such.txt"], "is for --method prediction or auto"),
     (
         ["generate", "x", "--method", "prediction", "--prediction-file", "/no/such.txt"],
         "/no/such.txt cannot be read",
     ),
-    (["generate", "x", "--suffix-corpus", "/no/such.txt"], "are for --method suffix"),
-    (["generate", "x", "--suffix-store", "a.store"], "are for --method suffix"),
+    (["generate", "x", "--suffix-corpus", "/no/such.txt"], "are for --method suffix or auto"),
+    (["generate", "x", "--suffix-store", "a.store"], "are for --method suffix or auto"),
     (
         ["generate", "x", "--method", "suffix", "--suffix-store", "/no/such/a.store"],
         "no folder /no/such",

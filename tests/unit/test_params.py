@@ -90,6 +90,9 @@ BAD_SPECULATION = [
     ("verification", "", "''", "walk, rejection, block, traversal"),
     ("verification", None, "None", "walk, rejection, block, traversal"),
     ("verification", ["walk"], "['walk']", "walk, rejection, block, traversal"),
+    ("suffix_scope", 7, "7", "a string"),
+    ("prediction", 7, "7", "a text, or token ids"),
+    ("prediction", [1, -2], "-2", "a text, or token ids"),
 ]
 
 BAD_CONFIG = [

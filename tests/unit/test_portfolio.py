@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from foredraft.config import make_config
 from foredraft.control.controller import Controller, MethodTraits
 from foredraft.control.cost_table import CostTable
-from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.drafters.portfolio import PortfolioConfig, PortfolioDrafter, _join
 from foredraft.errors import ConfigError
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import PassTime
 from foredraft.types import Budgets, DraftBatch, Request, Segment, StepPlan, TargetOutput, Verdict
-from tests.tiny import engine, family_target, run, run_to_end
+from tests.tiny import engine, family_target, run, run_to_end, warnings_logged
 
 
 def batch(*trees: tuple[list[int], list[int], list[float]]) -> DraftBatch:
@@ -122,6 +124,78 @@ def test_a_members_word_is_worth_what_came_of_it() -> None:
     assert 5 in kept[0]
     assert all({5, 6} <= set(tokens) for tokens in kept[-20:])
     assert sum(8 in tokens for tokens in kept[-20:]) <= 2
+
+
+# ------------------------------------------------------------------------------ members that fail
+
+
+@dataclasses.dataclass(frozen=True)
+class FailingConfig:
+    where: str = "propose"
+
+
+class FailingDrafter(Drafter):
+    """Raises where it is told to."""
+
+    Config = FailingConfig
+
+    def __init__(self, config: FailingConfig, context: DrafterContext) -> None:
+        self._where = config.where
+
+    def _fail(self, where: str) -> None:
+        if where == self._where:
+            raise ValueError(f"no {where}")
+
+    def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
+        self._fail("propose")
+        return DraftBatch.empty(len(plan.segments))
+
+    def observe(self, plan, drafts, target, verdict) -> None:  # type: ignore[no-untyped-def]
+        self._fail("observe")
+
+    def finish(self, request: Request, token_ids: np.ndarray) -> None:
+        self._fail("finish")
+
+    def forget(self, request_id: str) -> None:
+        self._fail("forget")
+
+    def close(self) -> None:
+        self._fail("close")
+
+
+FAILING = f"{__name__}:FailingDrafter"
+
+
+@pytest.mark.parametrize("where", ["propose", "observe", "finish", "forget", "close"])
+@pytest.mark.parametrize("in_portfolio", [True, False])
+def test_a_drafter_that_raises_hurts_nobody_else(where: str, in_portfolio: bool) -> None:
+    the_target = family_target("llama")
+    prompt, sampling = [5, 6, 7] * 9, SamplingParams(max_tokens=30, ignore_eos=True)
+    plain = run(engine(the_target), [prompt], sampling, SpeculationParams("none"))
+    options: dict[str, dict[str, object]] = {FAILING: {"where": where}}
+    method = FAILING
+    if in_portfolio:
+        method = "auto"
+        options = {
+            "auto": {
+                "members": (FAILING, "ngram", "suffix"),
+                "options": {FAILING: options[FAILING]},
+            }
+        }
+    the_engine = engine(the_target, drafter_options=options)
+    methods = [SpeculationParams(method, 8), SpeculationParams("ngram", 8)]
+    with warnings_logged() as said:
+        ended = run_to_end(the_engine, [prompt, prompt], sampling, methods)
+        if where == "close":
+            with pytest.raises(ValueError, match="no close"):
+                the_engine.close()
+    assert [one.ids for one in ended] == plain * 2
+    assert ended[1].stats.num_accepted_tokens > 0
+    assert len(said) == (where != "close")
+    if in_portfolio:
+        assert ended[0].stats.num_accepted_tokens > 0
+        suffix = the_engine.drafting._drafters["auto"].members["suffix"]  # type: ignore[attr-defined]
+        assert suffix.shared.num_tokens > 0 and not suffix._texts
 
 
 # -------------------------------------------------------------------------------- in the engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -24,10 +25,10 @@ from foredraft.engine.measure import (
 )
 from foredraft.errors import ProfileError
 from foredraft.model.machine import identity, machine, model_hash
-from foredraft.plan.profile import Profile, load_profile, profile_path
+from foredraft.plan.profile import PassTime, Profile, load_profile, profile_path
 from foredraft.plan.trace import read_trace
 from tests.folders import make_folder, make_parrot
-from tests.tiny import engine, family_target, run
+from tests.tiny import engine, family_target, run, warnings_logged
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -70,6 +71,47 @@ def test_rows_are_timed_in_a_row_after_a_warm_up() -> None:
         1: 1,
         5: 1,
     }
+
+
+def test_a_profile_of_something_else_is_not_used(
+    measured: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the name of its file says: the cache may have been copied from elsewhere."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    target = family_target("llama")
+    path = profile_path(measured.model_hash, measured.dtype, identity(measured.machine))
+    others = (
+        {"model_hash": "0" * 64, "model": "other"},
+        {"dtype": "bfloat16"},
+        {"machine": {**measured.machine, "cpu": "another one"}},
+        {"versions": {**measured.versions, "torch": "1.0"}},
+    )
+    for fields in others:
+        dataclasses.replace(measured, **fields).save(path)
+        with warnings_logged() as said:
+            assert profiling.known_profile(target) is None, fields
+        assert len(said) == 1 and "is not used" in said[0]
+    measured.save(path)
+    assert profiling.known_profile(target) == measured
+
+
+@pytest.mark.parametrize("wrong", ["x", -5.0, float("inf"), None, True])
+@pytest.mark.parametrize("name", ["host_seconds", "stability"])
+def test_numbers_of_a_profile_are_checked(measured: Profile, name: str, wrong: object) -> None:
+    with pytest.raises(ProfileError, match=f"{name} is .*measure again"):
+        dataclasses.replace(measured, **{name: wrong})
+
+
+def test_a_verify_pass_costs_at_least_a_plain_one(measured: Profile) -> None:
+    """And no less than one with fewer rows: where the clock says so, it is noise."""
+    passes = tuple(
+        PassTime(1, rows, 128, seconds, 0.0)
+        for rows, seconds in ((1, 1.0), (2, 0.95), (3, 1.2), (5, 1.1), (9, 1.4))
+    )
+    noisy = dataclasses.replace(measured, passes=passes, host_seconds=0.0)
+    costs = [noisy.verify_cost(n) for n in range(9)]
+    assert costs[:5] == pytest.approx([1.0, 1.0, 1.2, 1.2, 1.2]) and costs == sorted(costs)
+    assert noisy.is_measured(9, 1, 128) and not noisy.is_measured(10, 1, 128)
 
 
 def test_a_bend_is_looked_into_where_two_lines_meet() -> None:
@@ -137,7 +179,7 @@ def test_what_a_profile_holds(measured: Profile) -> None:
     for batch in measured.batches():
         assert measured.t_decode(batch) > measured.host_seconds > 0
         assert measured.alpha(batch) >= 0 and measured.verify_cost(0, batch) == pytest.approx(1)
-    assert set(measured.drafts) == {"ngram"}
+    assert set(measured.drafts) == {"ngram", "prediction", "suffix"}
     assert 0 < measured.drafts["ngram"].seconds < 0.01 and measured.drafts["ngram"].cost == "once"
     assert measured.machine == machine() and measured.versions["foredraft"]
 
@@ -244,8 +286,8 @@ def test_a_trace_is_what_happened(run_it: Run, tmp_path: Path, cache: Path) -> N
         assert "steps" not in result
         assert one.method == "ngram" and one.num_tokens == result["num_tokens"]
         assert len(one.steps) == result["num_verify_steps"]
-        assert sum(drafted for drafted, _ in one.steps) == result["num_draft_tokens"]
-        assert sum(accepted for _, accepted in one.steps) == result["num_accepted_tokens"] > 20
+        assert sum(drafted for drafted, _, _ in one.steps) == result["num_draft_tokens"]
+        assert sum(accepted for _, accepted, _ in one.steps) == result["num_accepted_tokens"] > 20
     code, _, err = run_it(*arguments, "--trace", "/no/such/folder/t.jsonl")
     assert code == 2 and "there is no folder" in err
     code, _, err = run_it(*arguments, "--trace", tmp_path)

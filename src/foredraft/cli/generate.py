@@ -24,7 +24,7 @@ from foredraft.errors import ForedraftError, InvalidRequestError
 from foredraft.model.source import find_source
 from foredraft.params import AUTO, SamplingParams, SpeculationParams
 from foredraft.plan.trace import append_trace, trace_line
-from foredraft.registry import METHODS, PLAIN, check_method, drafter_class, method_names
+from foredraft.registry import METHODS, PLAIN, PORTFOLIO, check_method, drafter_class, method_names
 
 if TYPE_CHECKING:
     from foredraft.engine.llm import LLM, RequestOutput
@@ -191,28 +191,30 @@ def generate(
     if not as_json:
         _say_settings(screen, llm, sampling, speculation)
     num_failed = 0
-    for index, prompt in enumerate(every):
-        number = f"prompt {index + 1} of {len(every)}"
-        if not as_json and len(every) > 1:
-            screen.line(f"--- {number} ---", is_dim=True)
-        try:
-            shown = None if as_json else screen
-            if compare:
-                result = _compare(llm, prompt, sampling, speculation, num_rounds, shown, screen)
-            else:
-                result = _generate_one(llm, prompt, sampling, speculation, shown)
-        except ForedraftError as error:
-            num_failed += 1
-            result = {"error": str(error)}
-            if not as_json:
-                screen.error(f"{number}: {error}" if len(every) > 1 else str(error))
-        if trace is not None and "steps" in result:
-            line = trace_line(method, 1, temperature, result["num_tokens"], result["steps"])
-            append_trace(trace, [line])
-        result.pop("steps", None)
-        if as_json:
-            _print_json(result)
-    llm.close()
+    try:
+        for index, prompt in enumerate(every):
+            number = f"prompt {index + 1} of {len(every)}"
+            if not as_json and len(every) > 1:
+                screen.line(f"--- {number} ---", is_dim=True)
+            try:
+                shown = None if as_json else screen
+                if compare:
+                    result = _compare(llm, prompt, sampling, speculation, num_rounds, shown, screen)
+                else:
+                    result = _generate_one(llm, prompt, sampling, speculation, shown)
+            except ForedraftError as error:
+                num_failed += 1
+                result = {"error": str(error)}
+                if not as_json:
+                    screen.error(f"{number}: {error}" if len(every) > 1 else str(error))
+            if trace is not None and "steps" in result:
+                line = trace_line(method, 1, temperature, result["num_tokens"], result["steps"])
+                append_trace(trace, [line])
+            result.pop("steps", None)
+            if as_json:
+                _print_json(result)
+    finally:  # what drafters keep is kept, however the run ends
+        llm.close()
     if num_failed:
         raise typer.Exit(1)
 
@@ -229,13 +231,13 @@ def _number(text: str) -> int | str:
 
 
 def _prediction(path: Path | None, method: str) -> str | None:
-    """The expected text, for the one method that reads it."""
+    """The expected text, for the methods that read it."""
     if path is None:
         return None
-    if method != "prediction":
+    if method not in ("prediction", PORTFOLIO):
         raise InvalidRequestError(
-            f"--prediction-file is for --method prediction, and the method is {method!r}; change "
-            "one of them."
+            f"--prediction-file is for --method prediction or auto, and the method is {method!r}; "
+            "change one of them."
         )
     try:
         return path.read_text(encoding="utf-8")
@@ -256,11 +258,13 @@ def _drafter_options(
     if store is not None:
         check_output("--suffix-store", store)
         options["store"] = str(store)
-    if options and method != "suffix":
+    if options and method not in ("suffix", PORTFOLIO):
         raise InvalidRequestError(
-            f"--suffix-corpus and --suffix-store are for --method suffix, and the method is "
-            f"{method!r}; change one of them."
+            f"--suffix-corpus and --suffix-store are for --method suffix or auto, and the method "
+            f"is {method!r}; change one of them."
         )
+    if method == PORTFOLIO:
+        options = {"options": {"suffix": options}} if options else {}
     return {method: options} if options else {}
 
 
@@ -415,6 +419,8 @@ def _compare(
     """Plain and speculative in turn; a first run is shown, the medians of the rest are compared."""
     import dataclasses
 
+    renew = llm.engine.drafting.renew  # no run may draft from what another one learnt
+    renew()
     output = _stream(llm, prompt, sampling, speculation, shown)
     sampling = dataclasses.replace(sampling, seed=output.seed)
     plain = SpeculationParams(PLAIN, 0, speculation.verification)
@@ -423,6 +429,7 @@ def _compare(
         for index in range(rounds):
             status.update(f"Comparing with plain decoding: round {index + 1} of {rounds}")
             plains.append(_stream(llm, prompt, sampling, plain, None))
+            renew()
             outputs.append(_stream(llm, prompt, sampling, speculation, None))
     is_same = all(o.token_ids == plains[0].token_ids for o in (output, *outputs, *plains))
     report = None

@@ -116,7 +116,10 @@ def _lines(found: Profile) -> list[str]:
     for batch in found.batches():
         for context in found.contexts(batch):
             costs = "  ".join(
-                f"{found.verify_cost(n, batch, context):5.2f}" for n in (1, 2, 4, 8, 16)
+                f"{found.verify_cost(n, batch, context):5.2f}"
+                if found.is_measured(batch * (1 + n), batch, context)
+                else "    -"
+                for n in (1, 2, 4, 8, 16)
             )
             lines.append(
                 f"{batch:5}  {context:7}  {1e3 * found.t_decode(batch, context):8.2f} ms  "
@@ -126,8 +129,12 @@ def _lines(found: Profile) -> list[str]:
     lines += [
         "",
         f"verifying 4 draft tokens costs {cost:.2f} plain steps here; 1.2 to 1.5 is usual",
-        f"fitted alpha at batch 1: {found.alpha():.3f}, so no draft can bring more than "
-        + (f"{1 / found.alpha():.0f}x" if found.alpha() > 0 else "any bound"),
+        f"fitted alpha at batch 1: {found.alpha():.3f}; by that line "
+        + (
+            f"no draft brings more than {1 / found.alpha():.0f}x"
+            if found.alpha() > 0
+            else "longer drafts cost nothing"
+        ),
         f"host time: {1e3 * found.host_seconds:.2f} ms a step, "
         f"{found.host_seconds / found.t_decode():.1%} of a plain step at batch 1",
     ]

@@ -11,7 +11,8 @@ Under a classical rule the first member that serves it drafts alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ from foredraft.types import (
 )
 
 Float64Array = NDArray[np.float64]
+
+_LOG = logging.getLogger("foredraft")
 
 _UNSAID = 0.3
 """Chance of a node whose drafter cannot say, to order the joined tree by."""
@@ -79,11 +82,22 @@ class PortfolioDrafter(Drafter):
         """Make the members."""
         self.config = config
         self.members: dict[str, Drafter] = {}
+        self._is_warned: set[str] = set()
         for method in config.members:
             cls = drafter_class(method)
             options = make_config(cls.Config, config.options.get(method, {}), f"method {method!r}")
             self.members[method] = cls(options, context)
         needs = [member.needs for member in self.members.values()]
+        unfit = [
+            method
+            for method, member in self.members.items()
+            if member.needs.is_whole or member.needs.sees_noise or member.needs.draft_probs
+        ]
+        if unfit:
+            raise ConfigError(
+                f"members holds {', '.join(unfit)}, whose drafts cannot be joined with others or "
+                "trimmed; use it as a method of its own."
+            )
         costly = [method for method, member in self.members.items() if member.needs.cost != "once"]
         if costly:
             raise ConfigError(
@@ -106,7 +120,13 @@ class PortfolioDrafter(Drafter):
         batches, voters = [], []
         for method, member in self.members.items():
             may = np.array([rule == "walk" or alone[rule] == method for rule in rules])
-            batch = member.propose(plan, Budgets(np.where(may, budgets.max_nodes, 0)))
+            try:
+                batch = member.propose(plan, Budgets(np.where(may, budgets.max_nodes, 0)))
+            except Exception as error:
+                if alone:
+                    raise  # under a classical rule nothing may be dropped unsaid
+                self._warn(method, error)
+                continue
             if len(batch.token_ids):
                 batches.append(batch)
                 voters.append(method)
@@ -118,23 +138,46 @@ class PortfolioDrafter(Drafter):
         self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
     ) -> None:
         """Show every member what a step brought."""
-        for member in self.members.values():
-            member.observe(plan, drafts, target, verdict)
+        self._each(lambda member: member.observe(plan, drafts, target, verdict))
 
     def finish(self, request: Request, token_ids: Int64Array) -> None:
         """Show every member a text that has ended."""
-        for member in self.members.values():
-            member.finish(request, token_ids)
+        self._each(lambda member: member.finish(request, token_ids))
 
     def forget(self, request_id: str) -> None:
         """Let every member forget a request."""
-        for member in self.members.values():
-            member.forget(request_id)
+        self._each(lambda member: member.forget(request_id))
 
     def close(self) -> None:
         """Close every member."""
+        errors = []
         for member in self.members.values():
-            member.close()
+            try:
+                member.close()
+            except Exception as error:  # noqa: BLE001 - the others are to be closed all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _each(self, call: Callable[[Drafter], None]) -> None:
+        """Call every member; one that raises hurts no other."""
+        for method, member in self.members.items():
+            try:
+                call(member)
+            except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
+                self._warn(method, error)
+
+    def _warn(self, method: str, error: Exception) -> None:
+        """Say once of a member that it failed."""
+        if method not in self._is_warned:
+            self._is_warned.add(method)
+            _LOG.warning(
+                "member %r of the portfolio failed (%s: %s); the others go on without it",
+                method,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
 
 
 def _join(batches: list[DraftBatch], voters: list[str], limits: Int64Array) -> DraftBatch:

@@ -46,10 +46,11 @@ class SuffixConfig:
         draft_len_factor: A continuation is at most this many tokens long for each one that
             matched, above 0 and up to 128.
         max_shared_tokens: Most tokens of past responses that are kept, over all scopes; 0 keeps
-            none. Some 60 to 160 bytes each.
+            none. Some 60 to 160 bytes each, and some 3 KB a scope, which counts as 64 tokens.
         corpus: Text files that are learnt at the start as if they were responses, in the scope of
             requests that name none.
-        store: A file of past responses: read at the start if it is there, written by ``close``.
+        store: A file of past responses: read at the start if it is there, written by ``close``,
+            unless ``max_shared_tokens`` is 0. What another process wrote meanwhile is lost.
 
     Raises:
         ConfigError: A value outside what is stated above.
@@ -180,7 +181,7 @@ class SuffixDrafter(Drafter):
         Raises:
             StoreError: It cannot be written.
         """
-        if self.config.store is not None:
+        if self.config.store is not None and self.config.max_shared_tokens > 0:
             self.shared.save(Path(self.config.store), self._tokenizer_id)
 
     def _draft(self, request: Request, token_ids: Int64Array, limit: int, own: _Draft) -> None:
@@ -213,9 +214,13 @@ class SuffixDrafter(Drafter):
         try:
             self.shared.load(path, self._tokenizer_id)
         except StoreError as error:
-            aside = path.with_name(f"{path.name}.damaged")
+            aside = _free_name(path)
             path.replace(aside)
             _LOG.warning("%s It is set aside as %s; drafting begins without it.", error, aside)
+        except OSError as error:
+            raise ConfigError(
+                f"the suffix store {path} cannot be read ({error}); name another file."
+            ) from error
 
     def _read_corpus(self, path: Path) -> None:
         try:
@@ -226,7 +231,8 @@ class SuffixDrafter(Drafter):
                 "are UTF-8 text files."
             ) from error
         ids = self.context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        self.shared.add("", np.array(ids, dtype=np.int64))
+        known = np.array([t for t in ids if t < self.context.vocab_size], dtype=np.int64)
+        self.shared.add_once("", known)
 
 
 class _Draft:
@@ -347,6 +353,15 @@ def _fill_up(
             num_nodes += 1
             places[node + 1] = num_nodes
     return num_nodes
+
+
+def _free_name(path: Path) -> Path:
+    """Where a damaged file is set aside: beside its place, over nothing that is there."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged{number}")
+    return aside
 
 
 def _known(token_ids: Int64Array, vocab_size: int) -> Int64Array:

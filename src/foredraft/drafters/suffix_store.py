@@ -23,7 +23,11 @@ from foredraft.drafters.suffix_tree import SEPARATOR, SuffixTree
 from foredraft.errors import ConfigError, StoreError
 from foredraft.types import Int64Array
 
-_FORMAT = "foredraft suffix store 1"
+_KIND = "foredraft suffix store"
+_FORMAT = f"{_KIND} 1"
+_SCOPE_TOKENS = 64
+"""What a scope counts for beside its tokens."""
+
 _END = np.array([SEPARATOR], dtype=np.int64)
 
 
@@ -36,7 +40,7 @@ class _Scope:
 
     @property
     def num_tokens(self) -> int:
-        return self.young.num_tokens + (self.old.num_tokens if self.old else 0)
+        return _SCOPE_TOKENS + self.young.num_tokens + (self.old.num_tokens if self.old else 0)
 
 
 class SuffixStore:
@@ -52,11 +56,12 @@ class SuffixStore:
         self._max_depth = max_depth
         self._max_tokens = max_tokens
         self._scopes: OrderedDict[str, _Scope] = OrderedDict()
+        self._num_tokens = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens and separators held."""
-        return sum(scope.num_tokens for scope in self._scopes.values())
+        """Tokens and separators held, and 64 for each scope."""
+        return self._num_tokens
 
     @property
     def num_bytes(self) -> int:
@@ -65,17 +70,25 @@ class SuffixStore:
 
     def add(self, scope: str, token_ids: Int64Array) -> None:
         """Keep a response, int64 [n]; one longer than half the store is cut to its end."""
-        half = self._max_tokens // 2
+        half = self._max_tokens // 2 - _SCOPE_TOKENS
         if half < 2 or len(token_ids) == 0:
             return
+        before = self._scopes[scope].num_tokens if scope in self._scopes else 0
         found = self._scopes.setdefault(scope, _Scope(self._max_depth))
         self._scopes.move_to_end(scope)
         token_ids = token_ids[-(half - 1) :]
         if found.young.num_tokens + len(token_ids) + 1 > half:
             found.old, found.young = found.young, SuffixTree(self._max_depth)
         found.young.extend(np.concatenate([token_ids, _END]))
+        self._num_tokens += found.num_tokens - before
         while self.num_tokens > self._max_tokens:
             self._evict()
+
+    def add_once(self, scope: str, token_ids: Int64Array) -> None:
+        """Keep a text as a response, unless all of it is there already."""
+        token_ids = token_ids[-max(1, self._max_tokens // 2 - 1) :]
+        if not any(tree.holds(token_ids) for tree in self.trees(scope)):
+            self.add(scope, token_ids)
 
     def trees(self, scope: str) -> list[SuffixTree]:
         """The trees of a scope, the young one first; none where nothing is known."""
@@ -121,11 +134,21 @@ class SuffixStore:
         """Add what a saved store holds.
 
         Raises:
-            ConfigError: It belongs to another tokenizer.
-            StoreError: It is damaged, or no store.
+            ConfigError: It belongs to another tokenizer, or is no store at all.
+            StoreError: It is damaged.
+            OSError: It cannot be opened.
         """
         from safetensors import SafetensorError, safe_open
 
+        if path.is_dir():
+            raise OSError("it is a folder")
+        with path.open("rb") as opened:  # what cannot be opened is not damaged
+            head = opened.read(1 << 16)
+        if head and _KIND.encode() not in head:
+            raise ConfigError(
+                f"the suffix store {path} is a file of another kind; name another file, or one "
+                "that is not there yet."
+            )
         try:
             with safe_open(str(path), "numpy") as file:
                 description = file.metadata() or {}
@@ -136,7 +159,7 @@ class SuffixStore:
                 raise ValueError("its checksum does not match")
             names = json.loads(description["scopes"])
             owner = description["tokenizer"]
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except (SafetensorError, ValueError, KeyError) as error:
             raise StoreError(f"the suffix store {path} is damaged ({error}).") from error
         if owner != tokenizer_id:
             raise ConfigError(
@@ -156,10 +179,13 @@ class SuffixStore:
     def _evict(self) -> None:
         """Drop the oldest half of the scope that was used least recently."""
         name, scope = next(iter(self._scopes.items()))
+        before = scope.num_tokens
         if scope.old is None and len(self._scopes) > 1:
             del self._scopes[name]
+            self._num_tokens -= before
         else:
             scope.old = None
+            self._num_tokens -= before - scope.num_tokens
 
 
 def _digest(texts: dict[str, np.ndarray]) -> str:

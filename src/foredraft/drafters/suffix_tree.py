@@ -109,6 +109,11 @@ class SuffixTree:
         node, _ = walk(token_ids, self._tokens, self._nodes, self._slots, self._numbers)
         return 0 if node < 0 else int(self._nodes[node, COUNT])
 
+    def holds(self, token_ids: Int64Array) -> bool:
+        """Whether a string occurs, whatever its length."""
+        node, _ = walk(token_ids, self._tokens, self._nodes, self._slots, self._numbers)
+        return bool(node >= 0)
+
     def match(self, token_ids: Int64Array) -> int:
         """Longest suffix of ``token_ids`` that occurs with something after it, int."""
         tail = token_ids[max(0, len(token_ids) - self.max_depth) :]

@@ -111,7 +111,10 @@ def draft(
     if most == 0 or limit == 0:
         return 0, 0, 1.0
     # Nodes that may come next: where they are in the tree, below which node of the draft.
-    room = limit * (num_branches + 1) + 4 * _NUM_CHILDREN + 4
+    num_matches, length = 0, most
+    while length > 0:
+        num_matches, length = num_matches + 1, length // 2
+    room = limit * num_branches + num_matches * _NUM_CHILDREN + 1
     where = np.empty((room, 5), dtype=np.int64)  # node, offset, draft parent, depth, match
     chances = np.empty(room)
     survivals = np.empty(room)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foredraft.engine.request_state import RequestState
 from foredraft.model.kv_cache import ContiguousKVCache
@@ -27,6 +28,7 @@ def commit(
     states: Mapping[str, RequestState],
     cache: ContiguousKVCache,
     failures: Mapping[str, str],
+    is_cut: NDArray[np.bool_],
 ) -> list[Delta]:
     """Apply a verdict to the requests of a step.
 
@@ -37,6 +39,8 @@ def commit(
         states: The running requests by id.
         cache: Where their KV lies.
         failures: Requests that must end without a token, and why, by id.
+        is_cut: bool [num_segments], whether a draft was as long as it was allowed to be, or
+            trimmed; else the drafter had no more.
 
     Returns:
         For each segment that emitted or ended, in plan order, what it did.
@@ -65,7 +69,9 @@ def commit(
         state.num_cached += len(path)
         state.append(token_ids)
         if segment.is_decode:
-            state.stats.record_verify(int(num_drafted[index]), len(path), len(token_ids))
+            state.stats.record_verify(
+                int(num_drafted[index]), len(path), len(token_ids), bool(is_cut[index])
+            )
         else:
             state.stats.record_prefill(len(token_ids))
         ids = tuple(token_ids.tolist())

@@ -53,6 +53,7 @@ class Drafting:
             max_model_len=target.max_model_len,
             tokenizer=target.tokenizer,
         )
+        self._given = dict(drafters)
         self._drafters: dict[str, Drafter] = dict(drafters)
         self._is_warned: set[str] = set()
         self._failures: dict[str, str] = {}
@@ -100,13 +101,13 @@ class Drafting:
 
         A drafter that raises, or breaks its contract, hurts nobody else; see ``take_failures``.
         """
+        self.seconds = {}
         num_segments = len(plan.segments)
         methods = np.array([s.request.speculation.method for s in plan.segments])
         wanted = sorted(set(methods[budgets.max_nodes > 0].tolist()))
         if not wanted:
             return DraftBatch.empty(num_segments)
         batches = []
-        self.seconds = {}
         for method in wanted:
             started = time.perf_counter()
             own = Budgets(np.where(methods == method, budgets.max_nodes, 0))
@@ -143,15 +144,31 @@ class Drafting:
                 problem = f"may be worse, since it did not see how a text ended ({error})"
                 self._warn(method, problem, error)
 
+    def renew(self) -> None:
+        """Make the drafters of the registry anew, without what they learnt; nothing may run."""
+        self._drafters = dict(self._given)
+
     def close(self) -> None:
         """Let every drafter save what it keeps."""
+        errors = []
         for drafter in self._drafters.values():
-            drafter.close()
+            try:
+                drafter.close()
+            except Exception as error:  # noqa: BLE001 - the others are to be closed all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def forget(self, request: Request) -> None:
         """Let the request's drafter drop what it keeps of it."""
-        if request.speculation.method != PLAIN:
-            self._drafters[request.speculation.method].forget(request.request_id)
+        method = request.speculation.method
+        if method == PLAIN:
+            return
+        try:
+            self._drafters[method].forget(request.request_id)
+        except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
+            problem = f"may take more memory, since a request was not forgotten ({error})"
+            self._warn(method, problem, error)
 
     def _drafter(self, method: str) -> Drafter:
         if method not in self._drafters:
@@ -228,8 +245,9 @@ def _shape_problem(batch: DraftBatch, num_segments: int) -> str | None:
     if batch.confidence is not None and len(batch.confidence) != num_nodes:
         return f"has {num_nodes} tokens and {len(batch.confidence)} confidences"
     shape = (len(batch.voters), num_nodes)
-    if batch.votes is not None and batch.votes.shape != shape:
-        return f"has votes of shape {batch.votes.shape}, where {shape} are due"
+    found = (0, num_nodes) if batch.votes is None else batch.votes.shape
+    if found != shape:
+        return f"has votes of shape {found}, where {shape} are due"
     return None
 
 

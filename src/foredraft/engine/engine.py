@@ -136,7 +136,9 @@ class Engine:
         clock.lap("host")
         drafts = self.drafting.propose(plan, budgets)
         clock.lap("draft")
+        num_offered = drafts.num_nodes
         drafts = self.controller.trim(plan, drafts)
+        is_cut = (num_offered >= budgets.max_nodes) | (drafts.num_nodes < num_offered)
         clock.lap("host")
         target = self.runner.forward(plan, drafts)
         clock.lap("target")
@@ -149,6 +151,7 @@ class Engine:
             self.scheduler.running,
             self.cache,
             self.drafting.take_failures(),
+            is_cut,
         )
         self.drafting.observe(plan, drafts, target, verdict)
         clock.lap("host")

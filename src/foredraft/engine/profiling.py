@@ -29,7 +29,7 @@ from foredraft.errors import ProfileError
 from foredraft.model.machine import identity, machine, model_hash, versions
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import DraftTime, Profile, load_profile, profile_path, stability
-from foredraft.registry import METHODS, PLAIN, drafter_class
+from foredraft.registry import PLAIN, drafter_class
 from foredraft.types import Budgets, Request, Segment, StepPlan
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ _STEADY = 0.015
 
 _MOST_SECONDS = 90.0
 _NUM_HOST_TOKENS = 24
+_TIMED_METHODS = ("ngram", "prediction", "suffix")
 _NUM_DRAFTS = 64
 _HISTORY_LEN = 512
 
@@ -145,6 +146,17 @@ def known_profile(target: Target) -> Profile | None:
     except ProfileError as error:
         _LOG.warning("%s Until then the engine measures a few shapes by itself.", error)
         return None
+    facts = (profile.model_hash, profile.dtype, identity(profile.machine))
+    if facts != (model_hash(target), dtype, identity(machine())):
+        _LOG.warning(
+            "the profile %s is of %s in %s on %s, not of this model and machine, and is not used; "
+            "measure again with 'foredraft profile'",
+            path,
+            profile.model,
+            profile.dtype,
+            profile.machine.get("cpu"),
+        )
+        return None
     now = versions()
     stale = [
         name
@@ -172,22 +184,20 @@ def _is_steady(times: dict[tuple[int, int], dict[int, list[float]]]) -> bool:
 
 
 def _draft_times(engine: Engine) -> dict[str, DraftTime]:
-    """Median time to draft over a text with repeats, for the methods that need no weights."""
+    """Median time to draft over a text with repeats, for the methods that read tokens alone."""
     rng = np.random.default_rng(0)
     phrase = rng.integers(0, engine.target.vocab_size, 40)
     ids = np.concatenate(
         [np.tile(phrase, 3), rng.integers(0, engine.target.vocab_size, _HISTORY_LEN), phrase]
     ).astype(np.int64)
     drafts = {}
-    for method in METHODS:
-        if method == "synthetic":
-            continue
+    for method in _TIMED_METHODS:
         drafter = drafter_class(method)(drafter_class(method).Config(), engine.drafting.context)
         request = Request(
             "profile",
             ids[:40],
             SamplingParams(),
-            SpeculationParams(method),
+            SpeculationParams(method, prediction=ids[40:].tolist()),
             0,
             len(ids),
             frozenset(),

@@ -233,17 +233,19 @@ def estimate_survival(
         PlanError: No step is recorded.
     """
     check_count("num_replicates", num_replicates, 1)
-    units = [_counts(request.steps) for request in requests if request.steps]
+    units = [unit for request in requests if (unit := _counts(request.steps)).num_steps]
     num_steps = sum(unit.num_steps for unit in units)
     if not num_steps:
         raise PlanError(
-            "the trace holds no step; generate more than one token a request, with drafting on."
+            "the trace holds no step in which a draft was allowed; generate more than one token a "
+            "request, with drafting on."
         )
     total = _Counts()
     for unit in units:
         total.add(unit)
     if len(units) < _MIN_REQUESTS:
-        units = [_counts([step]) for request in requests for step in request.steps]
+        every = [_counts([step]) for request in requests for step in request.steps]
+        units = [unit for unit in every if unit.num_steps]
     num_replicates = max(50, min(num_replicates, _MAX_DRAWS // len(units)))
     generator = random.Random(seed)
     replicates = []
@@ -275,9 +277,9 @@ def acceptance_counts(requests: Sequence[RequestTrace]) -> Mapping[str, int]:
     return {
         "num_requests": len(requests),
         "num_steps": len(steps),
-        "num_drafts": sum(drafted > 0 for drafted, _ in steps),
-        "num_draft_tokens": sum(drafted for drafted, _ in steps),
-        "num_accepted_tokens": sum(accepted for _, accepted in steps),
+        "num_drafts": sum(step[0] > 0 for step in steps),
+        "num_draft_tokens": sum(step[0] for step in steps),
+        "num_accepted_tokens": sum(step[1] for step in steps),
     }
 
 
@@ -320,12 +322,21 @@ class _Counts:
         return Survival(self.num_drafts / self.num_steps, tuple(rates), self.rate() or 0.0)
 
 
-def _counts(steps: Sequence[tuple[int, int]]) -> _Counts:
+def _counts(steps: Sequence[Sequence[int]]) -> _Counts:
+    """Trials and successes by position.
+
+    A draft that was cut says nothing of what lies behind its end. One that was not had no more to
+    give there, which is as good as a rejection. A step in which no draft was allowed says nothing.
+    """
     counts = _Counts()
-    for drafted, accepted in steps:
+    for drafted, accepted, *cut in steps:
+        is_cut = cut[0] if cut else drafted > 0
+        if drafted == 0 and is_cut:
+            continue
         counts.num_steps += 1
         counts.num_drafts += drafted > 0
-        tested = min(drafted, accepted + 1)
+        ends = drafted > 0 and not is_cut and accepted == drafted
+        tested = min(drafted, accepted + 1) + ends
         missing = tested - len(counts.trials)
         if missing > 0:
             counts.trials += [0] * missing

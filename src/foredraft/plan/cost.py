@@ -21,6 +21,11 @@ from foredraft.plan.profile import DRAFT_COSTS
 METHOD_DRAFT_COSTS: dict[str, str] = {
     "ngram": "once",
     "suffix": "once",
+    "auto": "once",
+    "lookahead": "once",
+    "prediction": "once",
+    "recycling": "once",
+    "synthetic": "once",
     "medusa": "once",
     "draft-model": "per_token",
     "eagle": "per_token",

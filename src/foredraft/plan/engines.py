@@ -225,7 +225,9 @@ def _tensorrt(wish: _Wish) -> EngineConfig:
     if wish.method == "ngram":
         lines.append(f"  max_matching_ngram_size: {_LONGEST_MATCH}")
     notes: tuple[str, ...] = ("in the file given to trtllm-serve as --config",)
-    drafting = [(high, n) for _, high, n in wish.tiers if n]
+    tiers = _with_zero(wish)
+    last = max(index for index, (_, _, n) in enumerate(tiers) if n)
+    drafting = [(high, n) for _, high, n in tiers[: last + 1]]
     if len(drafting) > 1:
         lines.append("  draft_len_schedule:")
         lines += [f"    {high}: {n}" for high, n in drafting]

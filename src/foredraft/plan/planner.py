@@ -252,19 +252,27 @@ def _pays(terms: Terms, num_requests: int, most: int, survival: Survival) -> boo
 
 
 def _break_even(terms: Terms, known: Sequence[int], most: int, survival: Survival) -> int | None:
-    """Smallest batch size at which no draft pays: looked for among ``known``, then between two."""
-    before = 0
-    for batch in known:
-        if not _pays(terms, batch, most, survival):
-            while batch - before > 1:
-                middle = (before + batch) // 2
-                if _pays(terms, middle, most, survival):
-                    before = middle
-                else:
-                    batch = middle
-            return batch
-        before = batch
-    return None
+    """Batch size from which no draft pays any more: looked for among ``known``, then between two.
+
+    A mixture of experts can lose at batch 1, where each row touches new experts, and win beyond;
+    so what counts is the largest batch that pays.
+    """
+    last = None
+    for index, batch in enumerate(known):
+        if _pays(terms, batch, most, survival):
+            last = index
+    if last is None:
+        return known[0] if known else None
+    if last == len(known) - 1:
+        return None
+    before, after = known[last], known[last + 1]
+    while after - before > 1:
+        middle = (before + after) // 2
+        if _pays(terms, middle, most, survival):
+            before = middle
+        else:
+            after = middle
+    return after
 
 
 def _least_acceptance(terms: Terms, num_requests: int, most: int) -> float | None:
@@ -303,7 +311,7 @@ def _verdict(
         if least is None:
             sentences.append("Not even an acceptance of 1 would change that.")
         elif survival.draft_share == 1.0:
-            sentences.append(f"It would pay from an acceptance of {least:.2f}.")
+            sentences.append(_from_which(least))
     else:
         sure = "" if cell.low is None else f" ({cell.low:.2f} to {cell.high:.2f})"
         start = "Speculate" if cell.speedup >= _WORTH_IT else "It hardly pays"
@@ -315,16 +323,60 @@ def _verdict(
         if cell.spans_one:
             sentences.append(_doubt(cell))
     if edge is not None and edge > batch.num_requests:
+        if cell.speedup <= 1.0 and edge > 1:
+            sentences.append(f"It pays at larger batches, up to {edge - 1}.")
         sentences.append(f"Leave it off from batch {edge} on.")
+    elif edge is None and known and cell.speedup <= 1.0:
+        sentences.append(f"It pays at larger batches, up to {known[-1]}, the largest known.")
     elif edge is None and known:
         sentences.append(f"Some draft pays at every batch known, {known[0]} to {known[-1]}.")
     return " ".join(sentences)
+
+
+def _from_which(acceptance: float) -> str:
+    if acceptance < 0.005:
+        return "It would pay from any acceptance above 0."
+    if acceptance > 0.995:
+        return "It would pay only where nearly everything is accepted."
+    return f"It would pay from an acceptance of {acceptance:.2f}."
 
 
 def _doubt(cell: PlanCell) -> str:
     return (
         f"The interval, {cell.low:.2f} to {cell.high:.2f}, spans 1: measure more before deciding."
     )
+
+
+def _measured_notes(terms: MeasuredTerms, rows: Sequence[BatchPlan], most: int) -> list[str]:
+    """Where the costs are from, and where they were not measured."""
+    profile = terms.profile
+    measured = [row.num_requests for row in rows if row.num_requests in profile.batches()]
+    contexts = {batch: terms.context_of(batch) for batch in measured}
+    notes = []
+    if contexts:
+        if len(set(contexts.values())) == 1:
+            where = f"{next(iter(contexts.values()))} tokens of context"
+        else:
+            where = ", ".join(f"{c} tokens of context at batch {b}" for b, c in contexts.items())
+        wanted = terms.context
+        is_far = wanted is not None and any(
+            not c / 2 <= wanted <= 2 * c for c in contexts.values() if c or wanted
+        )
+        notes.append(
+            f"costs are those measured with {where}"
+            + (f"; nothing nearer to {wanted} was measured" if is_far else "")
+        )
+    beyond = [
+        str(batch)
+        for batch, context in contexts.items()
+        if not profile.is_measured(batch * (1 + most), batch, context)
+    ]
+    if beyond:
+        notes.append(
+            f"at batch {', '.join(beyond)} not so many as {most} draft tokens were measured; the "
+            "last slope is taken to go on"
+        )
+    return notes
 
 
 def _notes(
@@ -337,7 +389,8 @@ def _notes(
     notes = []
     best, enough = rows[0].best.num_speculative_tokens, rows[0].enough.num_speculative_tokens
     if 0 < enough < best:
-        notes.append(f"{enough} draft tokens already reach {ENOUGH:.0%} of what {best} do")
+        tokens = "1 draft token already reaches" if enough == 1 else f"{enough} already reach"
+        notes.append(f"{tokens} {ENOUGH:.0%} of what {best} do")
     if any(row.best.num_speculative_tokens == most for row in rows):
         notes.append(f"the best N is the largest looked at, {most}; a larger one may be better")
     if not is_recorded:
@@ -355,6 +408,8 @@ def _notes(
             f"positions beyond {len(survival.conditional)} were not recorded; they are taken to "
             f"have the overall acceptance, {survival.beyond:.2f}"
         )
+    if isinstance(terms, MeasuredTerms):
+        notes += _measured_notes(terms, rows, most)
     if isinstance(terms, RooflineTerms):
         notes.append(
             "a roofline takes every kernel to reach the machine's peak and drafting to cost the "

@@ -98,6 +98,17 @@ class Profile:
                 and 0 < cell.seconds < float("inf")
             ):
                 raise ProfileError(f"the profile holds an impossible pass, {cell}; measure again.")
+        times = {"host_seconds": self.host_seconds, "stability": self.stability}
+        times |= {f"draft time of {name}": drafted.seconds for name, drafted in self.drafts.items()}
+        for name, value in times.items():
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value < float("inf")
+            ):
+                raise ProfileError(
+                    f"the profile's {name} is {value!r}, not a number of 0 or more; measure again."
+                )
 
     def batches(self) -> list[int]:
         """Numbers of requests that were measured, rising."""
@@ -136,11 +147,30 @@ class Profile:
     def verify_cost(
         self, num_speculative_tokens: float, num_requests: int = 1, context: int | None = None
     ) -> float:
-        """A verify pass with so many draft tokens a request, in plain decode steps."""
+        """A verify pass with so many draft tokens a request, in plain decode steps.
+
+        At least 1, and never less than with fewer rows: where the clock says so, it is noise.
+        """
         rows = num_requests * (1 + num_speculative_tokens)
         host = self.host_seconds
         plain = self.seconds(num_requests, num_requests, context)
-        return (self.seconds(num_requests, rows, context) + host) / (plain + host)
+        where = self.contexts(num_requests)[0] if context is None else context
+        fewer = [
+            cell.seconds
+            for cell in self.passes
+            if (cell.num_requests, cell.context) == (num_requests, where) and cell.num_rows <= rows
+        ]
+        most = max(plain, self.seconds(num_requests, rows, context), *fewer)
+        return (most + host) / (plain + host)
+
+    def is_measured(self, num_rows: float, num_requests: int, context: int) -> bool:
+        """Whether so many rows lie within what was measured."""
+        rows = [
+            cell.num_rows
+            for cell in self.passes
+            if (cell.num_requests, cell.context) == (num_requests, context)
+        ]
+        return bool(rows) and min(rows) <= num_rows <= max(rows)
 
     def t_decode(self, num_requests: int = 1, context: int | None = None) -> float:
         """Seconds of a plain decode step, host time included."""

@@ -160,7 +160,7 @@ class RooflineTerms:
     def known_batches(self) -> tuple[int, ...]:
         """Every one at first, then some, to 4096 or what fits into memory if that is known."""
         most = self.roofline.most_requests(self.context)
-        limit = _MOST_REQUESTS if not most else min(most, _MOST_REQUESTS)
+        limit = _MOST_REQUESTS if most is None else max(1, min(most, _MOST_REQUESTS))
         found: list[int] = []
         batch = 1
         while batch <= limit:
@@ -203,9 +203,15 @@ class MeasuredTerms:
 
     @property
     def source(self) -> str:
-        """Say which model and machine."""
+        """Say which model, machine and versions."""
         profile = self.profile
-        return f"measured: {profile.model} ({profile.dtype}) on {profile.device}"
+        machine = profile.machine
+        where = machine.get("gpu") or machine.get("cpu") or profile.device
+        threads = machine.get("num_threads")
+        how = f", {threads} threads" if threads and not machine.get("gpu") else ""
+        torch = profile.versions.get("torch")
+        version = f", PyTorch {torch}" if torch else ""
+        return f"measured: {profile.model} ({profile.dtype}) on {where}{how}{version}"
 
     @property
     def draft_cost(self) -> str:
@@ -214,8 +220,8 @@ class MeasuredTerms:
 
     @property
     def uncertainty(self) -> float:
-        """How far repeats of the measurement lay apart."""
-        return self.profile.stability
+        """How far repeats of the two passes of a ratio lay apart."""
+        return 2 * self.profile.stability
 
     def t_draft(self, num_requests: int) -> float:
         """As measured, unless it was given."""
@@ -249,11 +255,14 @@ class MeasuredTerms:
         measured = self.profile.batches()
         return tuple(range(measured[0], measured[-1] + 1))
 
-    def _context(self, num_requests: int) -> int | None:
-        if self.context is None:
-            return None
-        wanted = self.context
-        return min(self.profile.contexts(num_requests), key=lambda c: (abs(c - wanted), c))
+    def context_of(self, num_requests: int) -> int:
+        """The measured context that stands for the one asked for, at a measured batch."""
+        contexts = self.profile.contexts(num_requests)
+        wanted = contexts[0] if self.context is None else self.context
+        return min(contexts, key=lambda c: (abs(c - wanted), c))
+
+    def _context(self, num_requests: int) -> int:
+        return self.context_of(num_requests)
 
     def _between(self, value: Callable[[int], float], num_requests: int) -> float:
         measured = self.profile.batches()

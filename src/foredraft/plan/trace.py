@@ -1,11 +1,12 @@
 """Recorded steps: one line of JSON a request, written by ``--trace FILE``, read by the planner.
 
     {"method": "ngram", "num_requests": 1, "temperature": 0.0, "num_tokens": 120,
-     "steps": [[8, 3], [8, 8], ...]}
+     "steps": [[8, 3, 1], [6, 6, 0], ...]}
 
 ``num_requests`` is how many requests the batch held; a step is
-``[draft tokens, accepted draft tokens]``. Keys that are not named here are for others and are left
-alone.
+``[draft tokens, accepted draft tokens, cut]``, where cut is 1 if the draft was as long as it was
+allowed to be, or trimmed, and 0 if the drafter had no more. Without it, 1 is taken, and 0 where
+nothing was drafted. Keys that are not named here are for others and are left alone.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ class RequestTrace:
         num_requests: Requests in its batch.
         temperature: Of its sampling.
         num_tokens: Tokens it emitted.
-        steps: Draft tokens and accepted draft tokens of every verify step.
+        steps: Draft tokens and accepted draft tokens of every verify step, and whether the draft
+            was cut.
     """
 
     method: str
     num_requests: int
     temperature: float
     num_tokens: int
-    steps: tuple[tuple[int, int], ...]
+    steps: tuple[Sequence[int], ...]
 
 
 def trace_line(
@@ -55,7 +57,7 @@ def trace_line(
         "num_requests": int(num_requests),
         "temperature": float(temperature),
         "num_tokens": int(num_tokens),
-        "steps": [[int(drafted), int(accepted)] for drafted, accepted in steps],
+        "steps": [[int(number) for number in step] for step in steps],
     }
     try:
         _request(content)
@@ -109,10 +111,9 @@ def read_trace(path: Path, method: str | None = None) -> list[RequestTrace]:
         )
     if not requests:
         held = f"requests of {', '.join(methods)} only" if methods else "no request"
-        wanted = "" if method is None else f" of the method {method}"
+        wanted = "" if method is None or not methods else f", none of the method {method}"
         raise ProfileError(
-            f"{path} holds {held}, none{wanted}; record some with 'foredraft generate --trace "
-            f"{path}'."
+            f"{path} holds {held}{wanted}; record some with 'foredraft generate --trace {path}'."
         )
     return requests
 
@@ -132,12 +133,14 @@ def _request(content: Any) -> RequestTrace:
         raise TypeError("steps is not a list")
     steps = []
     for step in content["steps"]:
-        if not isinstance(step, list) or len(step) != 2:
-            raise ValueError(f"a step is {step!r:.40}, not [draft tokens, accepted draft tokens]")
-        drafted, accepted = (_count("a number of a step", value) for value in step)
+        if not isinstance(step, list) or len(step) not in (2, 3):
+            raise ValueError(
+                f"a step is {step!r:.40}, not [draft tokens, accepted draft tokens, cut]"
+            )
+        drafted, accepted, *cut = (_count("a number of a step", value) for value in step)
         if accepted > drafted:
             raise ValueError(f"a step accepted {accepted} of {drafted} draft tokens")
-        steps.append((drafted, accepted))
+        steps.append((drafted, accepted, bool(cut[0]) if cut else drafted > 0))
     return RequestTrace(
         method=method,
         num_requests=_count("num_requests", content["num_requests"], 1),

@@ -183,6 +183,8 @@ class SurvivalEstimate:
             many tokens and had all the earlier ones accepted.
         acceptance: Accepted over tested: the estimate of a constant acceptance; ``None`` where
             nothing was drafted.
+        is_chosen: Whether in some steps no draft was allowed: somebody chose how much to draft by
+            how good it would be.
         replicates: The estimate from data drawn again with replacement; what differs between them
             is what is not known.
     """
@@ -192,6 +194,7 @@ class SurvivalEstimate:
     num_trials: tuple[int, ...]
     acceptance: float | None
     replicates: tuple[Survival, ...]
+    is_chosen: bool = False
 
     def interval(self, position: int) -> tuple[float, float]:
         """Bounds of the survival of a position, from 1, at ``CONFIDENCE``."""
@@ -262,7 +265,11 @@ def estimate_survival(
         for key, times in again.items():
             drawn.add(_Counts(key[0], key[1], list(key[2]), list(key[3])), times)
         replicates.append(drawn.survival())
+    is_chosen = any(
+        step[0] == 0 and len(step) > 2 and step[2] for r in requests for step in r.steps
+    )
     return SurvivalEstimate(
+        is_chosen=is_chosen,
         survival=total.survival(),
         num_steps=num_steps,
         num_trials=tuple(total.trials),

@@ -106,7 +106,7 @@ def make_plan(
         break_even_batch=edge,
         most_known_batch=known[-1] if known else None,
         verdict=_verdict(terms, rows[0], most, survival, edge, known),
-        notes=_notes(terms, rows, most, survival, bool(replicates)),
+        notes=_notes(terms, rows, most, survival, estimate),
     )
 
 
@@ -384,7 +384,7 @@ def _notes(
     rows: Sequence[BatchPlan],
     most: int,
     survival: Survival,
-    is_recorded: bool,
+    estimate: SurvivalEstimate | None,
 ) -> tuple[str, ...]:
     notes = []
     best, enough = rows[0].best.num_speculative_tokens, rows[0].enough.num_speculative_tokens
@@ -393,7 +393,12 @@ def _notes(
         notes.append(f"{tokens} {ENOUGH:.0%} of what {best} do")
     if any(row.best.num_speculative_tokens == most for row in rows):
         notes.append(f"the best N is the largest looked at, {most}; a larger one may be better")
-    if not is_recorded:
+    if estimate is not None and estimate.is_chosen:
+        notes.append(
+            "the trace was recorded while 'auto' chose how much to draft, which flatters long "
+            "drafts; record with a fixed --num-speculative-tokens for a fair figure"
+        )
+    if estimate is None:
         notes.append(
             "acceptance was given, so there is no interval for it; record steps with --trace to "
             "get one"
@@ -403,7 +408,9 @@ def _notes(
             f"{1 - survival.draft_share:.0%} of the recorded steps had no draft; the figures are "
             "over all steps"
         )
-    if is_recorded and len(survival.conditional) < max(r.best.num_speculative_tokens for r in rows):
+    if estimate is not None and len(survival.conditional) < max(
+        r.best.num_speculative_tokens for r in rows
+    ):
         notes.append(
             f"positions beyond {len(survival.conditional)} were not recorded; they are taken to "
             f"have the overall acceptance, {survival.beyond:.2f}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.suffix import SuffixConfig, SuffixDrafter
@@ -208,13 +209,18 @@ def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
         drafter(Words(), store=str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         drafter(Words(), store=str(tmp_path))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(save({"w": np.zeros(3)}, metadata={"format": "pt"}))
+    with pytest.raises(ConfigError, match="another kind"):
+        drafter(Words(), store=str(weights))
+    weights.unlink()
     assert path.read_text() == "my notes" and list(tmp_path.iterdir()) == [path]
 
 
 def test_nothing_that_was_set_aside_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "store"
     for number in range(3):
-        path.write_bytes(b"foredraft suffix store" + bytes([number]))
+        path.write_bytes(bytes(8) + b'{"__metadata__":{"format":' + bytes([number]))
         with warnings_logged():
             drafter(Words(), store=str(path))
     kept = sorted(file.name for file in tmp_path.iterdir())

@@ -143,22 +143,24 @@ class SuffixStore:
         if path.is_dir():
             raise OSError("it is a folder")
         with path.open("rb") as opened:  # what cannot be opened is not damaged
-            head = opened.read(1 << 16)
-        if head and _KIND.encode() not in head:
-            raise ConfigError(
-                f"the suffix store {path} is a file of another kind; name another file, or one "
-                "that is not there yet."
-            )
+            head = opened.read(64)
+        # safetensors: the length of the description, and it; ours has a part about the whole.
+        if head and not head[8:].startswith(b'{"__metadata__":'):
+            raise _other_kind(path)
         try:
             with safe_open(str(path), "numpy") as file:
                 description = file.metadata() or {}
-                if description.get("format") != _FORMAT:
-                    raise ValueError(f"it does not say {_FORMAT!r}")
+                if not description.get("format", "").startswith(_KIND):
+                    raise _other_kind(path)
+                if description["format"] != _FORMAT:
+                    raise ValueError(f"it is {description['format']!r}, not {_FORMAT!r}")
                 texts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if description["sha256"] != _digest(texts):
                 raise ValueError("its checksum does not match")
             names = json.loads(description["scopes"])
             owner = description["tokenizer"]
+        except ConfigError:
+            raise
         except (SafetensorError, ValueError, KeyError) as error:
             raise StoreError(f"the suffix store {path} is damaged ({error}).") from error
         if owner != tokenizer_id:
@@ -186,6 +188,13 @@ class SuffixStore:
         else:
             scope.old = None
             self._num_tokens -= before - scope.num_tokens
+
+
+def _other_kind(path: Path) -> ConfigError:
+    return ConfigError(
+        f"the suffix store {path} is a file of another kind; name another file, or one that is not "
+        "there yet."
+    )
 
 
 def _digest(texts: dict[str, np.ndarray]) -> str:

@@ -200,7 +200,7 @@ def whole(gain: float, steps: int, seed: int = 0) -> list[int]:
 
 
 def test_a_whole_draft_that_pays_is_always_asked_for() -> None:
-    assert np.mean(np.array(whole(3.0, 300)[50:]) == 62) > 0.95
+    assert np.mean(np.array(whole(3.0, 900)[500:]) == 62) > 0.95
 
 
 def test_a_whole_draft_that_does_not_pay_is_off_but_for_probes() -> None:

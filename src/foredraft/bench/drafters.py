@@ -251,10 +251,14 @@ def _live(
     llm: LLM, kind: str, batch: int, rounds: int, progress: harness.Progress
 ) -> dict[str, Any]:
     """One kind of work at one batch size: plain, every method, and all of them together."""
-    ids = [llm.encode(prompt) for prompt in workloads.prompts_of(kind, batch)]
+    # More prompts than run at once, so that no request comes twice: suffix would know its answer.
+    prompts = workloads.prompts_of(kind, workloads.MOST_PROMPTS)
+    ids = [llm.encode(prompt) for prompt in prompts]
     ways = {"plain": SpeculationParams("none", 0)}
     ways |= {method: SpeculationParams(method) for method in (*_LIVE_METHODS, PORTFOLIO)}
-    sides = {name: Side(llm.engine.target, ids, way, _LIVE_TOKENS) for name, way in ways.items()}
+    sides = {
+        name: Side(llm.engine.target, ids, way, _LIVE_TOKENS, batch) for name, way in ways.items()
+    }
     take_turns(
         sides, rounds, _LIVE_TOKENS * batch, lambda text: progress(f"{kind}, batch {batch}, {text}")
     )

@@ -37,16 +37,19 @@ class Side:
         prompt_ids: Sequence[Any],
         speculation: SpeculationParams,
         num_tokens: int,
+        num_requests: int | None = None,
     ) -> None:
         """Queue the first requests.
 
         Args:
             target: The loaded model.
-            prompt_ids: Prompts, as many as requests decode at once.
+            prompt_ids: Prompts, taken in turn.
             speculation: How all of them are drafted.
             num_tokens: Tokens of a round; a request has half as many again.
+            num_requests: How many decode at once; ``None`` is one for each prompt.
         """
-        config = EngineConfig(max_num_requests=len(prompt_ids))
+        self._num_requests = num_requests or len(prompt_ids)
+        config = EngineConfig(max_num_requests=self._num_requests)
         self.engine = Engine(config, target=target)
         self._ids = prompt_ids
         self._sampling = SamplingParams(max_tokens=num_tokens * 3 // 2, ignore_eos=True)
@@ -58,7 +61,7 @@ class Side:
         controller = self.engine.controller
         for name in ("budget", "trim", "observe"):
             setattr(controller, name, self._timed(getattr(controller, name)))
-        for _ in prompt_ids:
+        for _ in range(self._num_requests):
             self._add()
 
     def advance(self, num_tokens: int) -> None:
@@ -68,7 +71,7 @@ class Side:
             before = self._clock
             deltas = self.engine.step()
             step = self.engine.last_step
-            if step is not None and step.num_decoding == step.num_segments == len(self._ids):
+            if step is not None and step.num_decoding == step.num_segments == self._num_requests:
                 self.seconds += step.total_s
                 self.deciding += self._clock - before
                 self.steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
@@ -89,7 +92,7 @@ class Side:
     @property
     def texts(self) -> list[list[int]]:
         """Token ids of the first requests, as far as they came."""
-        return [state.output_ids.tolist() for state in self._states[: len(self._ids)]]
+        return [state.output_ids.tolist() for state in self._states[: self._num_requests]]
 
     @property
     def foreseen(self) -> float | None:
@@ -104,7 +107,7 @@ class Side:
         return [
             trace_line(
                 self._speculation.method,
-                len(self._ids),
+                self._num_requests,
                 0.0,
                 state.stats.num_tokens,
                 state.stats.steps,

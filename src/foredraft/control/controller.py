@@ -236,6 +236,7 @@ class Controller:
                 continue
             if self._traits(view.methods[index]).is_whole:
                 gain = float(verdict.path_offsets[index + 1] - verdict.path_offsets[index])
+                note.is_cheap = gain > note.gain  # more than was thought: try again soon
                 note.learn_gain(gain, self._method(view.methods[index]))
             if note.is_probe:
                 is_news = values[nodes].any() and expected[nodes.start] < _SURPRISE

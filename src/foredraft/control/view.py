@@ -16,8 +16,9 @@ from foredraft.types import DraftBatch, Int64Array, StepPlan
 FIRST_PROBE = 8
 """Steps without a draft before one token is tried again."""
 
-_FIRST_GAIN, _GAIN_MEMORY = 1.0, 16.0
-"""What a whole draft is taken to bring at first, and the drafts that it is learnt over."""
+_FIRST_GAIN, _FIRST_WEIGHT, _GAIN_MEMORY = 0.5, 4.0, 16.0
+"""What a whole draft is taken to bring at first, as if so many drafts had said so, and the drafts
+that it is learnt over."""
 
 NO_CONFIDENCE = np.empty(0)
 
@@ -51,6 +52,7 @@ class RequestNote:
     is_probe: bool = False
     is_cheap: bool = False
     gain: float = -1.0
+    num_gains: int = 0
 
     def begin_gain(self, method: MethodNote) -> None:
         """Take a young request to be like the method's others."""
@@ -60,8 +62,10 @@ class RequestNote:
     def learn_gain(self, num_accepted: float, method: MethodNote) -> None:
         """Learn what a whole draft brought."""
         self.begin_gain(method)
-        self.gain += (num_accepted - self.gain) / _GAIN_MEMORY
-        method.gain += (num_accepted - method.gain) / _GAIN_MEMORY
+        for note in (self, method):
+            note.num_gains += 1
+            rate = max(1 / _GAIN_MEMORY, 1 / (_FIRST_WEIGHT + note.num_gains))
+            note.gain += (num_accepted - note.gain) * rate
 
 
 class MethodNote:
@@ -75,6 +79,7 @@ class MethodNote:
         off_until: The step until which it is off, for being dead; 0 where it is on.
         is_retrying: Whether it is being tried again.
         gain: Accepted tokens of a draft that is verified whole.
+        num_gains: Drafts that this was learnt from.
     """
 
     def __init__(self) -> None:
@@ -86,6 +91,7 @@ class MethodNote:
         self.off_until = 0
         self.is_retrying = False
         self.gain = _FIRST_GAIN
+        self.num_gains = 0
 
 
 class View:

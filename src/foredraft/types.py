@@ -6,6 +6,7 @@ probabilities are tensors on the model's device. "Segment" is one request's part
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,25 @@ class DraftBatch:
         """Return a batch with no node for any of ``num_segments`` segments."""
         none = np.empty(0, dtype=np.int64)
         return DraftBatch(none, none, np.zeros(num_segments + 1, dtype=np.int64))
+
+    @staticmethod
+    def of_trees(
+        trees: Sequence[tuple[Int64Array, Int64Array, NDArray[np.float64]] | None],
+    ) -> DraftBatch:
+        """Return a batch of chosen tokens.
+
+        Args:
+            trees: For each segment its token ids, parents and confidence, or ``None``.
+        """
+        drafted = [tree for tree in trees if tree is not None]
+        if not drafted:
+            return DraftBatch.empty(len(trees))
+        token_ids, parents, confidence = (
+            np.concatenate(part) for part in zip(*drafted, strict=True)
+        )
+        sizes = [0 if tree is None else len(tree[0]) for tree in trees]
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        return DraftBatch(token_ids, parents, offsets, confidence=confidence)
 
     @property
     def num_nodes(self) -> Int64Array:

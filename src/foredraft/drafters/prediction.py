@@ -16,6 +16,7 @@ mass under the classical rules, and exact under every rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -74,28 +75,14 @@ class PredictionDrafter(Drafter):
 
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
         """Propose for each segment what its prediction says comes next."""
-        token_ids, parents, chances = [], [], []
-        offsets = np.zeros(len(plan.segments) + 1, dtype=np.int64)
+        trees: list[Any] = [None] * len(plan.segments)
         for index, (segment, limit) in enumerate(
             zip(plan.segments, budgets.max_nodes.tolist(), strict=True)
         ):
-            offsets[index + 1] = offsets[index]
-            prediction = segment.request.speculation.prediction
-            if limit < 1 or not segment.is_decode or not segment.wants_pick or not prediction:
-                continue
-            ids, above, sure = self._draft(segment, limit)
-            token_ids.append(ids)
-            parents.append(above)
-            chances.append(sure)
-            offsets[index + 1] += len(ids)
-        if not token_ids:
-            return DraftBatch.empty(len(plan.segments))
-        return DraftBatch(
-            np.concatenate(token_ids),
-            np.concatenate(parents),
-            offsets,
-            confidence=np.concatenate(chances),
-        )
+            is_due = limit > 0 and segment.is_decode and segment.wants_pick
+            if is_due and segment.request.speculation.prediction:
+                trees[index] = self._draft(segment, limit)
+        return DraftBatch.of_trees(trees)
 
     def forget(self, request_id: str) -> None:
         """Drop where a request was."""

@@ -16,6 +16,7 @@ every drafter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -107,32 +108,17 @@ class RecyclingDrafter(Drafter):
 
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
         """Propose for each segment the likeliest tree of successors of its last token."""
-        token_ids, parents, chances = [], [], []
-        offsets = np.zeros(len(plan.segments) + 1, dtype=np.int64)
+        trees: list[Any] = [None] * len(plan.segments)
         for index, (segment, limit) in enumerate(
             zip(plan.segments, budgets.max_nodes.tolist(), strict=True)
         ):
-            offsets[index + 1] = offsets[index]
-            if limit < 1 or not segment.is_decode or not segment.wants_pick:
-                continue
             root = int(segment.token_ids[-1])
-            if root < self.context.vocab_size:
-                num_ranks = self._successors.shape[1]
-                if not segment.request.speculation.allows_trees:
-                    num_ranks = 1
-                ids, above, sure = self._draft(root, limit, num_ranks)
-                token_ids.append(ids)
-                parents.append(above)
-                chances.append(sure)
-                offsets[index + 1] += len(ids)
-        if not token_ids:
-            return DraftBatch.empty(len(plan.segments))
-        return DraftBatch(
-            np.concatenate(token_ids),
-            np.concatenate(parents),
-            offsets,
-            confidence=np.concatenate(chances),
-        )
+            is_due = limit > 0 and segment.is_decode and segment.wants_pick
+            if is_due and root < self.context.vocab_size:
+                allows_trees = segment.request.speculation.allows_trees
+                num_ranks = self._successors.shape[1] if allows_trees else 1
+                trees[index] = self._draft(root, limit, num_ranks)
+        return DraftBatch.of_trees(trees)
 
     def observe(
         self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict

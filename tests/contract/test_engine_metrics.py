@@ -252,3 +252,17 @@ def test_times_add_up() -> None:
     for state in states:
         assert 0 < state.stats.first_token_s <= state.stats.elapsed_s
         assert state.stats.tokens_per_s == 30 / state.stats.elapsed_s
+
+
+def test_a_step_says_whether_its_draft_was_cut() -> None:
+    """By the number that was asked for, that is; a draft that ends before it had no more."""
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    for num in (1, 100):
+        the_engine = engine(family_target("llama"))
+        (one,) = run_to_end(the_engine, [[5, 6, 7] * 9], sampling, SpeculationParams("ngram", num))
+        steps = [step for step in one.stats.steps[:-2] if step[0]]
+        assert steps
+        if num == 1:
+            assert all(is_cut for _, _, is_cut in steps)
+        else:
+            assert not all(is_cut for _, _, is_cut in steps)

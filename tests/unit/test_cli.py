@@ -320,6 +320,15 @@ def test_past_answers_are_kept_from_one_run_to_the_next(
     assert _result(run, *options, "--suffix-corpus", corpus)["text"] == first["text"]
 
 
+def test_compare_does_not_draft_from_what_it_has_just_taught(run: Run, folder: Path) -> None:
+    options = ("--model", folder, PROMPT, *SHORT, "--method", "suffix")
+    options = (*options, "--num-speculative-tokens", 4)
+    alone = _result(run, *options)
+    compared = _result(run, *options, "--compare", "--rounds", 1)
+    for name in ("num_verify_steps", "num_draft_tokens", "num_accepted_tokens"):
+        assert compared[name] == alone[name]
+
+
 def test_a_prediction_is_drafted_from(run: Run, folder: Path, tmp_path: Path) -> None:
     plain = _result(run, "--model", folder, PROMPT, *SHORT, "--method", "none")
     foreseen = tmp_path / "foreseen.txt"

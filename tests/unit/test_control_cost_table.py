@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foredraft.control.allocate import allocate
 from foredraft.control.cost_table import CostTable
-from foredraft.plan.profile import PassTime
+from foredraft.plan.profile import PaddingTime, PassTime
 
 ROWS = (1, 2, 3, 5, 9, 17, 32)
 BATCHES = (1, 4, 16)
@@ -133,22 +133,26 @@ def test_whatever_it_sees_it_stays_a_time(observed: list[float]) -> None:
     assert 0 < at(the_table, 4, 12, 100) < math.inf
 
 
-def test_what_a_row_of_padding_costs_shows_in_the_contexts() -> None:
-    """A row that costs 1 ms and 2 us more for each token of context; padding costs the latter."""
-    the_table = CostTable(
-        PassTime(b, b * r, c, 0.05 + b * r * (1e-3 + 2e-6 * c), 0.0)
+def test_what_a_row_of_padding_costs_grows_with_the_context() -> None:
+    """Measured 1 ms at 128 tokens and 3 ms at 1024; a line between, and one batch counts as all."""
+    passes = [
+        PassTime(b, b * r, c, 0.05 + b * r * 1e-3, 0.0)
         for b in (1, 4)
         for r in (1, 2, 3, 5, 9)
         for c in (128, 1024)
-    )
-    assert the_table.padding_seconds(500) == pytest.approx(2e-6 * 500)
-    alone = CostTable([PassTime(1, r, 128, 0.05 + 1e-3 * r, 0.0) for r in (1, 2, 3)])
-    assert alone.padding_seconds(500) == 0
+    ]
+    paddings = [PaddingTime(4, 128, 1e-3), PaddingTime(4, 1024, 3e-3), PaddingTime(16, 1024, 3e-3)]
+    the_table = CostTable(passes, paddings)
+    assert the_table.padding_seconds(576) == pytest.approx(2e-3)
+    assert CostTable(passes).padding_seconds(576) == 0
+    assert CostTable(passes, paddings[:1]).padding_seconds(4000) == pytest.approx(1e-3)
+    noisy = CostTable(passes, [PaddingTime(4, 128, 3e-3), PaddingTime(4, 1024, 1e-3)])
+    assert noisy.padding_seconds(4000) == pytest.approx(3e-3)
     # A step's padding is not charged to its kind of pass.
-    before = at(the_table, 4, 12, 500.0)
+    before = at(the_table, 4, 12, 576.0)
     for _ in range(50):
-        the_table.observe(4, 12, 500, before + 8 * 1e-3, num_padded=8)
-    assert at(the_table, 4, 12, 500.0) == pytest.approx(before, rel=1e-3)
+        the_table.observe(4, 12, 576, before + 8 * 2e-3, num_padded=8)
+    assert at(the_table, 4, 12, 576.0) == pytest.approx(before, rel=1e-3)
 
 
 def test_a_plain_pass_is_a_kind_of_its_own() -> None:

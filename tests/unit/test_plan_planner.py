@@ -34,8 +34,8 @@ def make_profile(alphas: dict[int, float], stability: float = 0.02, **drafts: Dr
     )
     return Profile(
         model="tiny", model_hash="0" * 64, dtype="float32", device="cpu", machine={}, versions={},
-        passes=passes, drafts=drafts or {"ngram": DraftTime(0.01, "once")}, host_seconds=0.0,
-        stability=stability, created_at="2026-01-01T00:00:00+00:00",
+        passes=passes, paddings=(), drafts=drafts or {"ngram": DraftTime(0.01, "once")},
+        host_seconds=0.0, stability=stability, created_at="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
 
 

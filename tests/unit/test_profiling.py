@@ -18,7 +18,7 @@ from foredraft.engine import profiling
 from foredraft.engine.measure import (
     bends,
     prepared_requests,
-    quick_passes,
+    quick_times,
     rows_to_measure,
     spread,
     time_rows,
@@ -142,9 +142,11 @@ def test_measuring_leaves_the_engine_as_it_was() -> None:
     speculation = SpeculationParams("none")
     plain = run(engine(target), [[5, 6, 7]], SamplingParams(max_tokens=9), speculation)
     the_engine = engine(target)
-    cells = quick_passes(the_engine.runner, the_engine.cache)
+    cells, paddings = quick_times(the_engine.runner, the_engine.cache)
     assert {1, 2, 3, 5, 9, 17, 32} >= {c.num_rows for c in cells if c.num_requests == 1}
     assert any(c.num_rows == 1 for c in cells) and len(cells) >= 2
+    assert {p.num_requests for p in paddings} <= {4, 16}
+    assert all(p.row_seconds >= 0 for p in paddings)
     assert the_engine.cache.bytes_in_use == 0
     assert the_engine.cache.num_free_slots == the_engine.cache.num_slots
     texts = run(the_engine, [[5, 6, 7]], SamplingParams(max_tokens=9), speculation)
@@ -201,7 +203,7 @@ def test_it_is_kept_and_found_again(measured: Profile, cache: Path) -> None:
         lambda text: text.replace('"seconds": ', '"seconds": 1'),
         lambda text: text[: len(text) // 2],
         lambda text: "",
-        lambda text: text.replace('"format": 1', '"format": 99'),
+        lambda text: text.replace('"format": 2', '"format": 99'),
         lambda text: json.dumps([1, 2]),
     ],
     ids=["a changed figure", "cut", "empty", "another format", "something else"],
@@ -234,7 +236,7 @@ def test_the_engine_uses_a_kept_profile(
 ) -> None:
     measured.save(profile_path(measured.model_hash, measured.dtype, identity(machine())))
     monkeypatch.setattr(
-        "foredraft.engine.engine.quick_passes", lambda *a: pytest.fail("measured although known")
+        "foredraft.engine.engine.quick_times", lambda *a: pytest.fail("measured although known")
     )
     the_engine = engine(family_target("llama"))
     the_engine.add([5, 6, 7], SamplingParams(max_tokens=3), SpeculationParams("ngram"))

@@ -7,6 +7,7 @@ same controller in a world that is known, up to batches of 512 (``simulate``).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import statistics
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.bench import harness, workloads
-from foredraft.bench.sides import Side, take_turns
+from foredraft.bench.sides import PassTimes, Side, take_turns
 from foredraft.bench.simulate import simulate
 from foredraft.engine.llm import LLM
 from foredraft.engine.profiling import known_profile, measure_profile
@@ -26,8 +27,14 @@ from foredraft.registry import PLAIN
 
 BATCHES = (1, 2, 4, 8, 16)
 FIXED = (1, 2, 4, 8, 16)
-_NUM_TOKENS = 48
+_NUM_TOKENS = 96
+_ROWS = (1, 2, 3, 5, 9, 17, 32)
+"""Of a request, in the passes that predictions are made from."""
+
 _NUM_LOOP_TOKENS = 160
+_LEAST_REQUESTS = 4
+"""Requests that a round decodes at least: a small batch takes more rounds, for more texts."""
+
 _SIDES: dict[str, SpeculationParams] = {
     "plain": SpeculationParams(PLAIN, 0),
     **{f"fixed {n}": SpeculationParams("ngram", n) for n in FIXED},
@@ -74,8 +81,9 @@ def run(
         # A pause to collect garbage among the modules' objects would be charged to whoever runs.
         gc.collect()
         gc.freeze()
+        PassTimes(llm.engine, max(batches), num_tokens, (1 + max(FIXED),)).warm_up()
         ids = [llm.encode(prompt) for prompt in workloads.prompts_of("copy", 2)]
-        Side(llm.engine.target, ids, _SIDES["auto"], num_tokens).advance(2 * num_tokens)
+        Side(llm.engine.target, ids, _SIDES["auto"], num_tokens, len(ids)).advance(4 * num_tokens)
         for kind in kinds:
             for batch in batches:
                 cell, lines = _cell(llm, profile, kind, batch, rounds, num_tokens, progress)
@@ -104,11 +112,16 @@ def _cell(
     progress: harness.Progress,
 ) -> tuple[dict[str, Any], list[str]]:
     """One kind of work at one batch size: every side, in turn; and what ``auto`` traced."""
-    ids = [llm.encode(prompt) for prompt in workloads.prompts_of(kind, batch)]
+    prompts = workloads.prompts_of(kind, workloads.MOST_PROMPTS)
+    ids = [llm.encode(prompt) for prompt in prompts]
     target = llm.engine.target
-    sides = {name: Side(target, ids, how, num_tokens) for name, how in _SIDES.items()}
+    sides = {name: Side(target, ids, how, num_tokens, batch) for name, how in _SIDES.items()}
+    rounds *= max(1, _LEAST_REQUESTS // batch)
     tell = functools.partial(_tell, progress, f"{kind}, batch {batch}")
-    take_turns(sides, rounds, num_tokens * batch, tell)
+    context = int(np.mean([len(prompt) for prompt in ids])) + num_tokens // 2
+    passes = PassTimes(llm.engine, batch, context, _ROWS)
+    take_turns(sides, rounds, num_tokens * batch, tell, passes)
+    measured = dataclasses.replace(profile, passes=passes.passes)
     speedups = {name: side.rate / sides["plain"].rate for name, side in sides.items()}
     best = max((name for name in sides if name.startswith("fixed")), key=speedups.__getitem__)
     auto = sides["auto"]
@@ -125,7 +138,7 @@ def _cell(
         "auto_num_draft_tokens": sum(n for n, _, _ in auto.steps)
         / sum(r for _, r, _ in auto.steps),
         "predicted_speedup": {
-            name: _predicted(profile, side.steps) for name, side in sides.items()
+            name: _predicted(measured, side.steps) for name, side in sides.items()
         },
         "foreseen_speedup": auto.foreseen,
         "controller_share": auto.deciding / auto.seconds,
@@ -142,12 +155,10 @@ def _cell(
 
 def _predicted(profile: Profile, steps: Sequence[tuple[int, int, int]]) -> float:
     """Speedup by the arithmetic: measured costs of passes, recorded acceptance, draft time."""
-    measured = profile.batches()
     plain_s = predicted_s = 0.0
     for num_nodes, num_requests, num_tokens in steps:
-        batch = min(measured, key=lambda known: abs(known - num_requests))
-        plain = profile.t_decode(batch)
-        predicted_s += plain * profile.verify_cost(num_nodes / num_requests, batch)
+        plain = profile.t_decode(num_requests)
+        predicted_s += plain * profile.verify_cost(num_nodes / num_requests, num_requests)
         predicted_s += profile.drafts["ngram"].seconds * num_requests if num_nodes else 0.0
         plain_s += plain * num_tokens / num_requests
     return plain_s / predicted_s
@@ -157,7 +168,7 @@ def _peak(llm: LLM, rounds: int, progress: harness.Progress) -> dict[str, Any]:
     """The most that drafting brings here: a text that repeats itself."""
     ids = [llm.encode(workloads.LOOP)]
     sides = {
-        name: Side(llm.engine.target, ids, _SIDES[name], _NUM_LOOP_TOKENS)
+        name: Side(llm.engine.target, ids, _SIDES[name], _NUM_LOOP_TOKENS, 1)
         for name in ("plain", "auto")
     }
     take_turns(sides, rounds, _NUM_LOOP_TOKENS, functools.partial(_tell, progress, "loop"))

@@ -9,9 +9,11 @@ from typing import Any
 
 from foredraft.config import EngineConfig
 from foredraft.engine.engine import Engine
+from foredraft.engine.measure import as_passes, prepared_requests, time_rows
 from foredraft.engine.request_state import RequestState
 from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.plan.profile import PassTime
 from foredraft.plan.trace import trace_line
 
 _NUM_TURNS = 6
@@ -21,11 +23,13 @@ class Side:
     """One way to draft, in an engine of its own over the shared target, under steady traffic.
 
     Sides take turns every few steps, so that a machine that slows down slows all of them; and each
-    learns from its own steps alone. A request leaves after half as many tokens again as
-    ``num_tokens``, and the next one comes, so that the batch keeps its size. Steps with prompts in
-    them are run but not counted.
+    learns from its own steps alone. A request leaves after ``num_tokens`` counted tokens, and the
+    next one comes, so that the batch keeps its size and a round is a request of each. Steps with
+    prompts in them are run but not counted.
 
     Attributes:
+        num_tokens: Tokens of the counted steps.
+        quota: Tokens that it was to come to; the last step may have brought more.
         steps: Draft tokens, requests and tokens of each counted step.
         seconds: Of the counted steps.
         deciding: Seconds of these that the controller took.
@@ -37,7 +41,7 @@ class Side:
         prompt_ids: Sequence[Any],
         speculation: SpeculationParams,
         num_tokens: int,
-        num_requests: int | None = None,
+        num_requests: int,
     ) -> None:
         """Queue the first requests.
 
@@ -45,19 +49,21 @@ class Side:
             target: The loaded model.
             prompt_ids: Prompts, taken in turn.
             speculation: How all of them are drafted.
-            num_tokens: Tokens of a round; a request has half as many again.
-            num_requests: How many decode at once; ``None`` is one for each prompt.
+            num_tokens: Counted tokens of a request; its first comes with the prompt.
+            num_requests: How many decode at once.
         """
-        self._num_requests = num_requests or len(prompt_ids)
+        self._num_requests = num_requests
         config = EngineConfig(max_num_requests=self._num_requests)
         self.engine = Engine(config, target=target)
         self._ids = prompt_ids
-        self._sampling = SamplingParams(max_tokens=num_tokens * 3 // 2, ignore_eos=True)
+        self._sampling = SamplingParams(max_tokens=num_tokens + 1, ignore_eos=True)
         self._speculation = speculation
         self._clock = 0.0
         self._states: list[RequestState] = []
         self.steps: list[tuple[int, int, int]] = []
+        self.num_tokens = self.quota = 0
         self.seconds = self.deciding = 0.0
+        self._excess_s = 0.0
         controller = self.engine.controller
         for name in ("budget", "trim", "observe"):
             setattr(controller, name, self._timed(getattr(controller, name)))
@@ -65,9 +71,13 @@ class Side:
             self._add()
 
     def advance(self, num_tokens: int) -> None:
-        """Run until so many tokens more were counted."""
-        wanted = self.num_tokens + num_tokens
-        while self.num_tokens < wanted:
+        """Run until so many tokens more than at the last turn's end were to be counted.
+
+        Who came further than that then, by a step that brought many, runs less now: all sides have
+        written the same stretch of text.
+        """
+        self.quota += num_tokens
+        while self.num_tokens < self.quota:
             before = self._clock
             deltas = self.engine.step()
             step = self.engine.last_step
@@ -75,19 +85,17 @@ class Side:
                 self.seconds += step.total_s
                 self.deciding += self._clock - before
                 self.steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
+                self.num_tokens += step.num_tokens
+                excess = max(0, self.num_tokens - self.quota)
+                self._excess_s = step.total_s * excess / step.num_tokens
             for delta in deltas:
                 if delta.finish_reason is not None:
                     self._add()
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the counted steps."""
-        return sum(tokens for _, _, tokens in self.steps)
-
-    @property
     def rate(self) -> float:
-        """Tokens per second of the counted steps."""
-        return self.num_tokens / self.seconds
+        """Tokens per second up to the quota: of the step that led beyond it, the part within."""
+        return self.quota / (self.seconds - self._excess_s)
 
     @property
     def texts(self) -> list[list[int]]:
@@ -132,12 +140,69 @@ class Side:
         return wrapped
 
 
+class PassTimes:
+    """The bare passes of a cell, timed in turn with its sides: what the arithmetic predicts from.
+
+    Args:
+        engine: Is idle; its cache is filled with noise for the passes.
+        num_requests: Requests of each pass.
+        context: Tokens of each request in the cache.
+        rows: Rows of a request, one pass for each.
+    """
+
+    def __init__(
+        self, engine: Engine, num_requests: int, context: int, rows: Sequence[int]
+    ) -> None:
+        """Time nothing yet."""
+        self._engine = engine
+        self._num_requests = num_requests
+        self._context = context
+        self._rows = [num_requests * number for number in rows]
+        self._times: dict[int, list[float]] = {}
+
+    def visit(self) -> None:
+        """Time every pass once more."""
+        runner, cache = self._engine.runner, self._engine.cache
+        with prepared_requests(runner, cache, self._num_requests, self._context) as seconds:
+            for number, found in time_rows(seconds, self._rows, 1).items():
+                self._times.setdefault(number, []).extend(found)
+
+    def warm_up(self) -> None:
+        """Run every number of rows up to the largest once.
+
+        The first product of a shape takes some 6 % of a pass more, to make its kernel.
+        """
+        runner, cache = self._engine.runner, self._engine.cache
+        with prepared_requests(runner, cache, self._num_requests, self._context) as seconds:
+            for number in range(self._num_requests, max(self._rows) + 1):
+                seconds(number)
+
+    @property
+    def passes(self) -> tuple[PassTime, ...]:
+        """Medians over the visits."""
+        return tuple(as_passes(self._num_requests, self._context, self._times))
+
+
 def take_turns(
-    sides: Mapping[str, Side], rounds: int, num_tokens: int, tell: Callable[[str], None]
+    sides: Mapping[str, Side],
+    rounds: int,
+    num_tokens: int,
+    tell: Callable[[str], None],
+    passes: PassTimes | None = None,
 ) -> None:
-    """Let every side run so many tokens a round, in turns of a few steps."""
+    """Let every side run so many tokens a round, in turns of a few steps.
+
+    Args:
+        sides: By name.
+        rounds: How many.
+        num_tokens: Of a round, all requests together.
+        tell: Told where it is.
+        passes: Visited at every turn.
+    """
     for round_index in range(rounds):
         for turn in range(_NUM_TURNS):
             tell(f"round {round_index + 1} of {rounds}, turn {turn + 1} of {_NUM_TURNS}")
             for side in sides.values():
                 side.advance(num_tokens // _NUM_TURNS)
+            if passes is not None:
+                passes.visit()

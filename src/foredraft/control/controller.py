@@ -588,6 +588,7 @@ def load_kernels() -> None:
     padding = Padding(np.zeros(2, dtype=np.int64), 1, 0.0)
     chosen = allocate(survival, costs.seconds(1, np.arange(1.0, 4.0), 0.0), 1.0, 0.0, padding)
     costs.observe(1, 2, 0.0, 1.0)
+    costs.steps_since_plain(1)
     outcomes(offsets, above, np.array([1, 2]), offsets)
     renumber(parents, offsets, chosen.is_kept)
 

@@ -7,12 +7,12 @@ holds shapes, and what is learnt while running has two parts: one factor for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numba
 import numpy as np
 
-from foredraft.plan.profile import PassTime
+from foredraft.plan.profile import PaddingTime, PassTime
 from foredraft.sampling.processors import Float64Array
 from foredraft.types import Int64Array
 
@@ -40,9 +40,10 @@ class CostTable:
 
     Args:
         passes: What was measured; at least one pass.
+        paddings: What unequal drafts were measured to cost; nothing by default.
     """
 
-    def __init__(self, passes: Iterable[PassTime]) -> None:
+    def __init__(self, passes: Iterable[PassTime], paddings: Sequence[PaddingTime] = ()) -> None:
         """Sort the cells into one line of rows for each batch and context."""
         cells = {(c.num_requests, c.context, c.num_rows): c.seconds for c in passes}
         if not cells:
@@ -60,7 +61,7 @@ class CostTable:
             np.array([rows for _, _, rows in order], dtype=np.float64),
             np.array([cells[key] for key in order], dtype=np.float64),
         )
-        self._pair_seconds = self._attention_cost(lines)
+        self._padding = _padding_line(paddings)
         self._learnt = (
             np.array([0.0, _FIRST]),
             np.zeros((_NUM_KINDS, _NUM_KINDS)),
@@ -84,13 +85,9 @@ class CostTable:
         return out
 
     def padding_seconds(self, context: float) -> float:
-        """Seconds that a row of padding costs in attention, over ``context`` tokens.
-
-        Its keys are read and its scores computed, layer by layer; nothing else. How much that is
-        shows in how the time of a row grows with the context; 0 where no two contexts were
-        measured.
-        """
-        return self._pair_seconds * context * float(np.exp(self._learnt[0][0]))
+        """Seconds that a row of padding costs in attention, over ``context`` tokens."""
+        at_once, per_token = self._padding
+        return (at_once + per_token * context) * float(np.exp(self._learnt[0][0]))
 
     def steps_since_plain(self, num_requests: int) -> int:
         """Steps observed with batches of this kind since one of them held no draft."""
@@ -117,24 +114,18 @@ class CostTable:
         if seconds > 0:
             _observe(num_requests, num_rows, float(context), seconds, *self._table, *self._learnt)
 
-    def _attention_cost(self, lines: list[tuple[int, int]]) -> float:
-        """Seconds of a row for each token of context, from batches measured at two contexts."""
-        found = []
-        for batch in sorted({batch for batch, _ in lines}):
-            contexts = [context for other, context in lines if other == batch]
-            slopes = []
-            for context in contexts:
-                line = lines.index((batch, context))
-                cells = slice(*self._table[3][line : line + 2])
-                rows, seconds = self._table[4][cells], self._table[5][cells]
-                # Beyond the first node, whose time jumps, and where all are measured.
-                is_used = (rows >= 2 * batch) & (rows <= 9 * batch)
-                if is_used.sum() >= 2:
-                    slopes.append((context, np.polyfit(rows[is_used], seconds[is_used], 1)[0]))
-            if len(slopes) > 1:
-                (near, slope), (far, steeper) = slopes[0], slopes[-1]
-                found.append(max(0.0, (steeper - slope) / (far - near)))
-        return float(np.median(found)) if found else 0.0
+
+def _padding_line(paddings: Sequence[PaddingTime]) -> tuple[float, float]:
+    """Seconds of a row of padding: at no context, and more for each token of it."""
+    by_context: dict[int, list[float]] = {}
+    for cell in paddings:
+        by_context.setdefault(cell.context, []).append(cell.row_seconds)
+    if not by_context:
+        return 0.0, 0.0
+    points = [(context, float(np.median(by_context[context]))) for context in sorted(by_context)]
+    (near, low), (far, high) = points[0], points[-1]
+    slope = max(0.0, high - low) / (far - near) if far > near else 0.0
+    return max(0.0, low - slope * near), slope
 
 
 @numba.njit(cache=True)

@@ -20,7 +20,7 @@ from foredraft.control.controller import Controller, MethodTraits
 from foredraft.control.cost_table import CostTable
 from foredraft.engine.commit import commit
 from foredraft.engine.drafting import Drafting
-from foredraft.engine.measure import quick_passes
+from foredraft.engine.measure import quick_times
 from foredraft.engine.profiling import known_profile
 from foredraft.engine.request_state import RequestState
 from foredraft.engine.scheduler import Scheduler
@@ -213,8 +213,11 @@ class Engine:
         """Bring the controller its cost table, with the first request that needs one."""
         if self.controller.cost_table is None:
             profile = known_profile(self.target)
-            passes = profile.passes if profile else quick_passes(self.runner, self.cache)
-            self.controller.cost_table = CostTable(passes)
+            if profile is not None:
+                passes, paddings = profile.passes, profile.paddings
+            else:
+                passes, paddings = quick_times(self.runner, self.cache)
+            self.controller.cost_table = CostTable(passes, paddings)
 
     def _traits(self, method: str) -> MethodTraits:
         needs = self.drafting.needs(method)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from foredraft.model.kv_cache import ContiguousKVCache
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.plan.profile import PassTime
+from foredraft.plan.profile import PaddingTime, PassTime
 from foredraft.registry import PLAIN
 from foredraft.types import DraftBatch, Request, Segment, StepPlan
 from foredraft.verify.step import verify
@@ -32,15 +33,41 @@ _QUICK_SHAPES = (
 """Requests, context, and rows of all: enough to begin with, since steps correct the table."""
 
 
+_UNEVEN_NODES = 8
+"""Draft nodes a request where padding is timed; every other request has all of them."""
+
+UNEVEN_ROWS = 1 + 2 * _UNEVEN_NODES
+"""Rows of a request that has all."""
+
+
+class Clock(Protocol):
+    """Times a step of the prepared requests."""
+
+    def __call__(self, num_rows: int, *, is_even: bool = True) -> float:
+        """Seconds of a step with so many rows, all requests together.
+
+        Draft nodes are spread evenly, what is left over going to the first requests; or every
+        other request has twice its share and the rest none.
+        """
+        ...
+
+
+class IsOver(Protocol):
+    """Says whether it is time to stop."""
+
+    def __call__(self) -> bool:
+        """Answer."""
+        ...
+
+
 @contextmanager
 def prepared_requests(
     runner: Runner, cache: ContiguousKVCache, num_requests: int, context: int
-) -> Iterator[Callable[[int], float]]:
-    """Yield a function that times a step of ``num_requests`` requests with so many rows together.
+) -> Iterator[Clock]:
+    """Yield what times a step of ``num_requests`` requests with so many rows together.
 
-    Draft nodes are spread evenly; what is left over goes to the first ones. Their cache holds
-    ``context`` tokens of noise. The time is that of the target pass and of picking and verifying,
-    in seconds.
+    Their cache holds ``context`` tokens of noise. The time is that of the target pass and of
+    picking and verifying, in seconds.
 
     Args:
         runner: Runs the pass.
@@ -63,9 +90,10 @@ def prepared_requests(
             segments.append(Segment(request, ids, slot, context, 1, is_decode=True))
         plan = StepPlan(tuple(segments))
 
-        def seconds(num_rows: int) -> float:
+        def seconds(num_rows: int, *, is_even: bool = True) -> float:
             each, extra = divmod(num_rows - num_requests, num_requests)
-            num_nodes = each + (np.arange(num_requests) < extra)
+            number = np.arange(num_requests)
+            num_nodes = each + (number < extra) if is_even else 2 * each * (number % 2)
             nodes = np.concatenate([np.arange(number, dtype=np.int64) for number in num_nodes])
             drafts = DraftBatch(
                 nodes % vocab_size, nodes, np.concatenate([[0], np.cumsum(num_nodes)])
@@ -82,7 +110,9 @@ def prepared_requests(
             cache.free(slot)
 
 
-def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ...]:
+def quick_times(
+    runner: Runner, cache: ContiguousKVCache
+) -> tuple[tuple[PassTime, ...], tuple[PaddingTime, ...]]:
     """Measure a few shapes in about a second or two, for want of a profile.
 
     At least plain decoding and one draft length of one request are measured, however slow the
@@ -90,6 +120,7 @@ def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ..
     """
     deadline = time.monotonic() + _QUICK_SECONDS
     cells: list[PassTime] = []
+    paddings: list[PaddingTime] = []
     rows: tuple[int, ...]
     for num_requests, context, rows in _QUICK_SHAPES:
         if num_requests > cache.num_free_slots or (cells and time.monotonic() > deadline):
@@ -102,8 +133,12 @@ def quick_passes(runner: Runner, cache: ContiguousKVCache) -> tuple[PassTime, ..
             # From both ends, so that what time allows spans the range.
             order = [rows[0], *reversed(rows[1:])]
             times = time_rows(seconds, order, _QUICK_ROUNDS, lambda: time.monotonic() > deadline)
+            has_room = context + UNEVEN_ROWS < cache.capacity
+            if num_requests > 1 and has_room and time.monotonic() < deadline:
+                rises = time_padding(seconds, num_requests, _QUICK_ROUNDS)
+                paddings.append(as_padding(num_requests, context, rises))
         cells += as_passes(num_requests, context, times)
-    return tuple(cells)
+    return tuple(cells), tuple(paddings)
 
 
 def rows_to_measure(num_requests: int, rows: Sequence[int]) -> list[int]:
@@ -145,10 +180,10 @@ def bends(seconds: Mapping[int, float]) -> list[int]:
 
 
 def time_rows(
-    seconds: Callable[[int], float],
+    seconds: Clock,
     rows: Sequence[int],
     rounds: int,
-    is_over: Callable[[], bool] = lambda: False,
+    is_over: IsOver = lambda: False,
 ) -> dict[int, list[float]]:
     """Time each number of rows so many times in a row, after one that is not counted.
 
@@ -163,6 +198,21 @@ def time_rows(
         while len(times[number]) < rounds and not is_over():
             times[number].append(seconds(number))
     return times
+
+
+def time_padding(seconds: Clock, num_requests: int, rounds: int) -> list[float]:
+    """What a row of padding costs: an uneven step less an even one with as many rows, in turn."""
+    num_rows = num_requests * (1 + _UNEVEN_NODES)
+    seconds(num_rows, is_even=False)
+    num_padded = num_requests * UNEVEN_ROWS - num_rows
+    return [
+        (seconds(num_rows, is_even=False) - seconds(num_rows)) / num_padded for _ in range(rounds)
+    ]
+
+
+def as_padding(num_requests: int, context: int, rises: Sequence[float]) -> PaddingTime:
+    """The price of a row of padding; what is below nothing is noise."""
+    return PaddingTime(num_requests, context, max(0.0, statistics.median(rises)))
 
 
 def as_passes(

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foredraft.engine.measure import (
+    UNEVEN_ROWS,
+    as_padding,
     as_passes,
     bends,
     prepared_requests,
     rows_to_measure,
     spread,
+    time_padding,
     time_rows,
 )
 from foredraft.errors import ProfileError
@@ -52,6 +55,9 @@ _GROUPS: tuple[tuple[int, int, tuple[int, ...]], ...] = (
     (1, 4096, _FEW_ROWS),
 )
 """Requests, tokens of context, and rows of each request."""
+
+_UNEVEN_BATCHES = (4, 16)
+"""With which the price of unequal drafts is measured."""
 
 _ROUNDS_A_VISIT = 2
 _LEAST_VISITS = 2
@@ -89,6 +95,7 @@ def measure_profile(
         groups = [(1, short, rows or (1,))]
     wanted = {(b, c): rows_to_measure(b, rows) for b, c, rows in groups}
     times: dict[tuple[int, int], dict[int, list[float]]] = {}
+    rises: dict[tuple[int, int], list[float]] = {}
     visit = 0
     while True:
         for index, (batch, context) in enumerate(wanted):
@@ -102,6 +109,9 @@ def measure_profile(
                 break
             with prepared_requests(engine.runner, engine.cache, batch, context) as seconds:
                 found = time_rows(seconds, wanted[batch, context], _ROUNDS_A_VISIT)
+                if batch in _UNEVEN_BATCHES and context + UNEVEN_ROWS < engine.cache.capacity:
+                    rise = time_padding(seconds, batch, _ROUNDS_A_VISIT)
+                    rises.setdefault((batch, context), []).extend(rise)
             kept = times.setdefault((batch, context), {})
             for number, values in found.items():
                 kept.setdefault(number, []).extend(values)
@@ -128,6 +138,7 @@ def measure_profile(
         machine=machine(),
         versions=versions(),
         passes=passes,
+        paddings=tuple(as_padding(*key, values) for key, values in rises.items()),
         drafts=_draft_times(engine),
         host_seconds=_host_seconds(engine),
         stability=stability(passes),

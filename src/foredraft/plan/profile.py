@@ -20,7 +20,7 @@ from typing import Any
 from foredraft.cache import cache_folder
 from foredraft.errors import ProfileError
 
-FORMAT = 1
+FORMAT = 2
 DRAFT_COSTS = ("once", "per_token", "per_level")
 """How a method's draft time counts: once a draft, once a token of it, once a level of its tree."""
 
@@ -42,6 +42,21 @@ class PassTime:
     context: int
     seconds: float
     spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingTime:
+    """What it costs that requests draft unequally: attention pads them to the longest draft.
+
+    Attributes:
+        num_requests: Requests in the passes that this was measured with.
+        context: Tokens of each request that are in the cache already.
+        row_seconds: Of one row of padding.
+    """
+
+    num_requests: int
+    context: int
+    row_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +84,7 @@ class Profile:
         machine: What that is: processor, cores, threads.
         versions: Of foredraft, PyTorch, Transformers.
         passes: The table.
+        paddings: The price of unequal drafts; empty where no batch was measured.
         drafts: Draft time by method.
         host_seconds: Median time of a step outside drafting, target pass and picking.
         stability: Median of the cells' spreads: 0.02 says that half of the repeats lie within 2 %.
@@ -82,6 +98,7 @@ class Profile:
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     passes: tuple[PassTime, ...]
+    paddings: tuple[PaddingTime, ...]
     drafts: Mapping[str, DraftTime]
     host_seconds: float
     stability: float
@@ -99,6 +116,7 @@ class Profile:
             ):
                 raise ProfileError(f"the profile holds an impossible pass, {cell}; measure again.")
         times = {"host_seconds": self.host_seconds, "stability": self.stability}
+        times |= {f"price of padding, {cell}": cell.row_seconds for cell in self.paddings}
         times |= {f"draft time of {name}": drafted.seconds for name, drafted in self.drafts.items()}
         for name, value in times.items():
             if (
@@ -244,6 +262,7 @@ def load_profile(path: Path) -> Profile:
             raise ValueError("its checksum does not match")
         fields = dict(content)
         fields["passes"] = tuple(PassTime(**cell) for cell in content["passes"])
+        fields["paddings"] = tuple(PaddingTime(**cell) for cell in content["paddings"])
         fields["drafts"] = {name: DraftTime(**time) for name, time in content["drafts"].items()}
         return Profile(**fields)
     except ProfileError:

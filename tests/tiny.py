@@ -155,6 +155,9 @@ class TableModel:
     def get_input_embeddings(self) -> Any:
         return SimpleNamespace(weight=self.table)
 
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.table]
+
     def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         return SimpleNamespace(logits=self.table[input_ids])
 

@@ -19,6 +19,7 @@ PORTFOLIO = "auto"
 
 METHODS: dict[str, str] = {
     PORTFOLIO: "foredraft.drafters.portfolio:PortfolioDrafter",
+    "draft-model": "foredraft.drafters.draft_model:DraftModelDrafter",
     "ngram": "foredraft.drafters.ngram:NgramDrafter",
     "lookahead": "foredraft.drafters.lookahead:LookaheadDrafter",
     "prediction": "foredraft.drafters.prediction:PredictionDrafter",

@@ -39,6 +39,9 @@ class RequestStats:
         expected_plain_s: The same of the tokens that the controller expected.
         predicted_s: What the controller expected these steps to take.
         steps: For each verify step the draft tokens verified, and the accepted ones.
+        members: Where several methods drafted together, for each of them the draft tokens that it
+            proposed and that were verified, and the accepted ones; one that several proposed counts
+            for each.
     """
 
     num_prompt_tokens: int = 0
@@ -60,6 +63,7 @@ class RequestStats:
     expected_plain_s: float = 0.0
     predicted_s: float = 0.0
     steps: list[tuple[int, int, bool]] = field(default_factory=list)
+    members: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def record_prefill(self, num_emitted: int) -> None:
         """Count a pass over a chunk of the prompt, and the token that the last one emits."""
@@ -84,6 +88,11 @@ class RequestStats:
             self.accepted_at.append(0)
         for position in range(num_accepted):
             self.accepted_at[position] += 1
+
+    def record_member(self, method: str, num_proposed: int, num_accepted: int) -> None:
+        """Add what one of several methods proposed in a step, and how much of it was accepted."""
+        before = self.members.get(method, (0, 0))
+        self.members[method] = (before[0] + num_proposed, before[1] + num_accepted)
 
     def record_time(self, step: StepStats) -> None:
         """Add this request's share of one step."""
@@ -149,9 +158,11 @@ class RequestStats:
     def add(self, other: RequestStats) -> None:
         """Add another request's counters and times (wall times are summed too)."""
         for name in self.__dataclass_fields__:
-            if name not in ("accepted_at", "steps"):
+            if name not in ("accepted_at", "steps", "members"):
                 setattr(self, name, getattr(self, name) + getattr(other, name))
         self.steps += other.steps
+        for method, counts in other.members.items():
+            self.record_member(method, *counts)
         for position, count in enumerate(other.accepted_at):
             if position == len(self.accepted_at):
                 self.accepted_at.append(0)

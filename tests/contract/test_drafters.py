@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ import torch
 
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
+from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.recycling import RecyclingDrafter
 from foredraft.drafters.synthetic import SyntheticDrafter
+from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError, InvalidRequestError
+from foredraft.model.loader import Target, prepare_target
 from foredraft.params import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculationParams
 from foredraft.registry import METHODS, PLAIN, drafter_class
 from foredraft.tree import tree
@@ -25,7 +30,16 @@ from foredraft.types import (
     TargetOutput,
     Verdict,
 )
-from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
+from tests.tiny import (
+    CONTEXT,
+    VOCAB,
+    engine,
+    family_model,
+    family_target,
+    run,
+    run_to_end,
+    warnings_logged,
+)
 
 SMALL = 12
 """A vocabulary in which anything comes again soon, so that every method finds drafts."""
@@ -38,9 +52,30 @@ def method(request: pytest.FixtureRequest) -> str:
 
 def make(method: str, vocab_size: int = SMALL, max_model_len: int = 512) -> Drafter:
     cls = drafter_class(method)
-    drafter = cls(make_config(cls.Config, {}, method), DrafterContext(vocab_size, max_model_len))
+    context = DrafterContext(vocab_size, max_model_len, method=method, max_num_requests=8)
+    config = make_config(cls.Config, {}, method)
+    if cls is DraftModelDrafter:  # it needs a model, which is nearly the target here
+        drafter = cls(dataclasses.replace(config, num_children=2), context, _near_target())
+    else:
+        drafter = cls(config, context)
     assert isinstance(drafter, Drafter)
     return drafter
+
+
+@functools.cache
+def _near_target() -> Target:
+    model = family_model("llama")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.03)
+    return prepare_target("near", model, None, CONTEXT)
+
+
+def engine_for(method: str, target: Target, **options: Any) -> Engine:
+    """An engine whose drafters are the registry's, but for one that cannot be made without more."""
+    drafters = {method: make(method, VOCAB)} if method == "draft-model" else {}
+    return engine(target, drafters, **options)
 
 
 def acquaint(drafter: Drafter, segments: list[Segment], rng: np.random.Generator) -> None:
@@ -288,7 +323,7 @@ def test_the_text_is_plain_decodings(
     target, plain, method: str, num: int, temperature: float
 ) -> None:
     """In a batch, with prompts in chunks, with a chance to draft from the first step."""
-    the_engine = engine(target, max_num_requests=3, max_num_batched_tokens=16)
+    the_engine = engine_for(method, target, max_num_requests=3, max_num_batched_tokens=16)
     if method == "synthetic":  # it drafts what it has seen before
         run(the_engine, PROMPTS, samplings(temperature), SpeculationParams(method, num))
     speculations = foreseen(method, num, plain[temperature])
@@ -300,7 +335,7 @@ def test_the_text_is_plain_decodings(
 
 @pytest.mark.parametrize("verification", ["rejection", "block", "traversal"])
 def test_greedy_is_plain_under_every_rule(target, plain, method: str, verification: str) -> None:
-    the_engine = engine(target, max_num_requests=3)
+    the_engine = engine_for(method, target, max_num_requests=3)
     speculation = SpeculationParams(method, 6, verification)
     if verification not in make(method).needs.rules:
         with pytest.raises(InvalidRequestError, match=f"method '{method}' cannot serve"):
@@ -316,7 +351,7 @@ def test_nothing_is_ever_dropped(target, method: str) -> None:
     """The engine's own check of drafts finds nothing to warn about."""
     sampling = SamplingParams(0.5, seed=1, max_tokens=60, ignore_eos=True)
     with warnings_logged() as said:
-        run(engine(target), PROMPTS, sampling, SpeculationParams(method, 20))
+        run(engine_for(method, target), PROMPTS, sampling, SpeculationParams(method, 20))
     assert not said
 
 

@@ -54,7 +54,9 @@ def profile(tmp_path: Path) -> Path:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
-    lines = (trace_line("ngram", 1, 0.0, 90, draw_steps([0.8] * 8, 40, seed)) for seed in range(10))
+    lines = (
+        trace_line("ngram", 1, 0.0, 90, draw_steps([0.8] * 8, 40, seed), 30.0) for seed in range(10)
+    )
     append_trace(path, lines)
     return path
 
@@ -118,7 +120,7 @@ def test_a_profile_and_a_trace(run: Run, profile: Path, trace: Path, tmp_path: P
     assert low < result["speedup"] < high
     assert result["acceptance"] == pytest.approx(0.8, abs=0.03)
     assert 4 < result["break_even_batch"] <= 16
-    assert page.read_text(encoding="utf-8").count("<svg") == 4
+    assert page.read_text(encoding="utf-8").count("<svg") == 5
     eagle = _json(run, "--profile", profile, "--acceptance", 0.8, "--method", "eagle")
     assert eagle["draft_cost"] == "per_token"
 

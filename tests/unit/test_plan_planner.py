@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from foredraft.errors import PlanError, ProfileError
 from foredraft.plan import make_plan
 from foredraft.plan.acceptance import Survival, estimate_survival
+from foredraft.plan.check import check_traces
 from foredraft.plan.engines import emit
 from foredraft.plan.profile import DraftTime, PassTime, Profile
 from foredraft.plan.roofline import Roofline, find_hardware
@@ -153,10 +154,10 @@ def test_a_mixture_that_loses_at_batch_1_and_wins_beyond() -> None:
 def test_a_trace_survives_writing_and_reading(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     append_trace(path, [trace_line("ngram", 1, 0.0, 12, [[4, 2], (0, 0), (6, 6, False)])])
-    append_trace(path, [trace_line("suffix", 2, 0.7, 3, [])])
+    append_trace(path, [trace_line("suffix", 2, 0.7, 3, [], 0.25, 0.125)])
     steps = ((4, 2, True), (0, 0, False), (6, 6, False))
     assert read_trace(path, "ngram") == [RequestTrace("ngram", 1, 0.0, 12, steps)]
-    assert read_trace(path, "suffix") == [RequestTrace("suffix", 2, 0.7, 3, ())]
+    assert read_trace(path, "suffix") == [RequestTrace("suffix", 2, 0.7, 3, (), 0.25, 0.125)]
     with pytest.raises(ProfileError, match="methods ngram, suffix; choose one with --method"):
         read_trace(path)
     with pytest.raises(ProfileError, match="none of the method eagle"):
@@ -183,6 +184,8 @@ LINE: dict[str, Any] = {
         (json.dumps(LINE | {"temperature": "hot"}), "temperature is 'hot'"),
         (json.dumps(LINE | {"temperature": math.nan}), "temperature is nan"),
         (json.dumps(LINE | {"method": 3}), "method is 3"),
+        (json.dumps(LINE | {"decode_s": 0}), "decode_s is 0, not a time above 0"),
+        (json.dumps(LINE | {"plain_step_s": "1"}), "plain_step_s is '1', not a number"),
     ],
 )
 def test_damaged_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -200,6 +203,22 @@ def test_missing_and_empty_traces(tmp_path: Path) -> None:
         read_trace(tmp_path / "empty.jsonl")
     with pytest.raises(ProfileError, match="a request cannot be traced: a step accepted 2 of 1"):
         trace_line("ngram", 1, 0.0, 3, [[1, 2]])
+
+
+def test_the_arithmetic_is_held_against_the_clock() -> None:
+    """Two steps of 1 + 0.05 * 4 plain ones each, and a draft of 0.01 each, for 2 + 3 tokens."""
+    profile = make_profile({1: 0.05, 4: 0.2})
+    steps = ((4, 1, True), (4, 2, False))
+    timed = RequestTrace("ngram", 1, 0.0, 6, steps, decode_s=2.0)
+    (found,) = check_traces([timed], profile)
+    assert found.predicted == pytest.approx(5 / (2 * (1.2 + 0.01)))
+    assert found.measured == pytest.approx(5 * 1.0 / 2.0)
+    beside = RequestTrace("ngram", 1, 0.0, 6, steps, decode_s=2.0, plain_step_s=0.8)
+    assert check_traces([beside], profile)[0].measured == pytest.approx(5 * 0.8 / 2.0)
+    untimed = RequestTrace("ngram", 1, 0.0, 6, steps)
+    unknown = RequestTrace("odd", 1, 0.0, 6, steps, decode_s=2.0)
+    large = RequestTrace("ngram", 64, 0.0, 6, steps, decode_s=2.0)
+    assert check_traces([untimed, unknown, large], profile) == []
 
 
 # --------------------------------------------------------------------------------------- planning

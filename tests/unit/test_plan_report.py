@@ -12,6 +12,7 @@ import pytest
 from foredraft.errors import MissingExtraError
 from foredraft.plan import make_plan
 from foredraft.plan.acceptance import estimate_survival
+from foredraft.plan.check import Check
 from foredraft.plan.report import draw_by_draft_length, report_html, to_svg, write_report
 from tests.unit.test_plan_planner import as_request, draw_steps, make_profile
 
@@ -22,7 +23,7 @@ def _whole() -> str:
     profile = make_profile({1: 0.05, 4: 0.2, 16: 0.9})
     estimate = estimate_survival([as_request(draw_steps([0.8] * 6, 200))])
     plan = make_plan(estimate=estimate, profile=profile)
-    return report_html(plan, profile, estimate)
+    return report_html(plan, profile, estimate, [Check(1, 2.0, 1.9), Check(4, 1.5, 1.8)])
 
 
 def test_a_whole_report_is_one_file_that_loads_nothing() -> None:
@@ -33,8 +34,10 @@ def test_a_whole_report_is_one_file_that_loads_nothing() -> None:
         "Speedup by batch size",
         "Verify cost, measured and predicted",
         "Survival, measured and predicted",
+        "Speedup, measured and predicted",
     ]
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5
+    assert "2 in all" in page and "batch 4" in page
     assert not re.search(r"<script|<link|<img|src=|@import", page)
     # Nothing is fetched: the only addresses are names of XML vocabularies.
     assert set(re.findall(r"https?://([\w.]+)", page)) <= {"www.w3.org", "purl.org",

@@ -192,6 +192,8 @@ def test_a_missing_field_is_named(name: str) -> None:
     ("change", "message"),
     [
         ({"hidden_size": "4096"}, "hidden_size = '4096'"),
+        ({"hidden_size": 0}, "hidden_size = 0; allowed is an integer of 1 or more"),
+        ({"is_encoder_decoder": True}, "is of an encoder-decoder model"),
         ({"num_local_experts": 8}, "has no num_experts_per_tok"),
         ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok = 3 of 2"),
         ({"layer_types": ["linear_attention"] * 32}, "layer of kind 'linear_attention'"),

@@ -285,7 +285,8 @@ def test_a_trace_is_what_happened(run_it: Run, tmp_path: Path, cache: Path) -> N
     found = read_trace(trace)
     assert len(found) == len(results) == 2
     for one, result in zip(found, results, strict=True):
-        assert "steps" not in result
+        assert "steps" not in result and "decode_s" not in result
+        assert one.decode_s is not None and one.decode_s > 0
         assert one.method == "ngram" and one.num_tokens == result["num_tokens"]
         assert len(one.steps) == result["num_verify_steps"]
         assert sum(drafted for drafted, _, _ in one.steps) == result["num_draft_tokens"]

@@ -150,7 +150,7 @@ def _cell(
             for name, side in sides.items()
         },
     }
-    return cell, auto.traces
+    return cell, auto.traces(sides["plain"].seconds / len(sides["plain"].steps))
 
 
 def _predicted(profile: Profile, steps: Sequence[tuple[int, int, int]]) -> float:

@@ -141,7 +141,20 @@ def _workloads(
         plain, ngram = rates[f"{name} plain"], rates[f"{name} ngram"]
         summary[f"ngram_vs_plain_{name}"] = harness.ratio(ngram, plain)
         drafted = outputs["ngram"].stats
-        trace([trace_line("ngram", 1, 0.0, drafted.num_tokens, drafted.steps)])
+        beside = outputs["plain"].stats
+        trace(
+            [
+                trace_line(
+                    "ngram",
+                    1,
+                    0.0,
+                    drafted.num_tokens,
+                    drafted.steps,
+                    drafted.elapsed_s - drafted.first_token_s,
+                    (beside.elapsed_s - beside.first_token_s) / beside.num_verify_steps,
+                )
+            ]
+        )
         for key, values in (("plain", plain), ("ngram", ngram)):
             stats = outputs[key].stats
             total = stats.draft_s + stats.target_s + stats.verify_s + stats.host_s

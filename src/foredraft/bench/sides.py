@@ -109,9 +109,8 @@ class Side:
         plain_s = sum(state.stats.expected_plain_s for state in self._states)
         return plain_s / foreseen_s if foreseen_s else None
 
-    @property
-    def traces(self) -> list[str]:
-        """Trace lines of the requests that decoded."""
+    def traces(self, plain_step_s: float) -> list[str]:
+        """Trace lines of the requests that decoded, beside plain steps of so many seconds."""
         return [
             trace_line(
                 self._speculation.method,
@@ -119,6 +118,9 @@ class Side:
                 0.0,
                 state.stats.num_tokens,
                 state.stats.steps,
+                state.stats.decode_s or None,
+                plain_step_s,
+                state.stats.members,
             )
             for state in self._states
             if state.stats.steps

@@ -19,6 +19,7 @@ import typer
 from foredraft.cli.files import check_output
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.screen import Screen
+from foredraft.cli.stats import say_stats
 from foredraft.config import EngineConfig
 from foredraft.errors import ForedraftError, InvalidRequestError
 from foredraft.model.source import find_source
@@ -47,7 +48,8 @@ Examples:
 num_prompt_tokens, num_tokens, finish_reason, seed, tokens_per_s,
 decode_tokens_per_s, acceptance_length, acceptance_rate,
 acceptance_by_position, num_verify_steps, num_drafts, num_draft_tokens,
-num_accepted_tokens, num_wasted_tokens, estimated_speedup,
+num_accepted_tokens, num_wasted_tokens, members (of --method auto: what
+each proposed, and what was accepted of it), estimated_speedup,
 predicted_speedup and time_s (draft, target, verify, host); with
 --compare also plain_tokens_per_s, speedup, same_text,
 is_lossless_up_to_near_ties and worst_near_tie_ulps (null where there was
@@ -119,6 +121,13 @@ def generate(
             f"{_DEFAULT_ROUNDS}."
         ),
     ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model that --method draft-model drafts with: a Hugging Face folder or hub "
+            "name, or a .gguf."
+        ),
+    ] = None,
     suffix_corpus: Annotated[
         list[Path] | None,
         typer.Option(
@@ -149,6 +158,14 @@ def generate(
             help="Append what became of every draft to this file, for 'foredraft plan --trace'."
         ),
     ] = None,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats",
+            help="Also show how long drafts were, what was accepted of them, and, for --method "
+            "auto, who proposed it.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a prompt, and nothing else.")
     ] = False,
@@ -181,7 +198,7 @@ def generate(
         dtype,
         device,
         max_model_len=max_model_len,
-        drafter_options=_drafter_options(method, suffix_corpus or [], suffix_store),
+        drafter_options=_drafter_options(method, draft_model, suffix_corpus or [], suffix_store),
     )
     find_source(config.model)
     every = read_prompts(prompts or [], prompt_file or [], chat)
@@ -208,9 +225,16 @@ def generate(
                 if not as_json:
                     screen.error(f"{number}: {error}" if len(every) > 1 else str(error))
             if trace is not None and "steps" in result:
-                line = trace_line(method, 1, temperature, result["num_tokens"], result["steps"])
+                num_tokens, steps = result["num_tokens"], result["steps"]
+                seconds, members = result["decode_s"] or None, result["members"]
+                line = trace_line(
+                    method, 1, temperature, num_tokens, steps, seconds, members=members
+                )
                 append_trace(trace, [line])
+            if stats and not as_json and "steps" in result:
+                say_stats(screen, result)
             result.pop("steps", None)
+            result.pop("decode_s", None)
             if as_json:
                 _print_json(result)
     finally:  # what drafters keep is kept, however the run ends
@@ -249,16 +273,24 @@ def _prediction(path: Path | None, method: str) -> str | None:
 
 
 def _drafter_options(
-    method: str, corpus: list[Path], store: Path | None
+    method: str, draft_model: str | None, corpus: list[Path], store: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """Options of the suffix method, where some are given."""
+    """Options of the drafter, where some are given."""
     options: dict[str, Any] = {}
+    if (draft_model is not None) != (method == "draft-model"):
+        raise InvalidRequestError(
+            f"--draft-model and --method draft-model go together, and the method is {method!r}"
+            f"{'' if draft_model is None else f', the draft model {draft_model}'}; give both."
+        )
+    if draft_model is not None:
+        find_source(draft_model)
+        options["model"] = draft_model
     if corpus:
         options["corpus"] = tuple(map(str, corpus))
     if store is not None:
         check_output("--suffix-store", store)
         options["store"] = str(store)
-    if options and method not in ("suffix", PORTFOLIO):
+    if (corpus or store is not None) and method not in ("suffix", PORTFOLIO):
         raise InvalidRequestError(
             f"--suffix-corpus and --suffix-store are for --method suffix or auto, and the method "
             f"is {method!r}; change one of them."
@@ -483,6 +515,8 @@ def _figures(output: RequestOutput) -> dict[str, Any]:
         "estimated_speedup": stats.estimated_speedup,
         "predicted_speedup": stats.predicted_speedup,
         "steps": stats.steps,
+        "members": stats.members,
+        "decode_s": stats.elapsed_s - stats.first_token_s,
         "time_s": {
             "draft": stats.draft_s,
             "target": stats.target_s,

@@ -11,10 +11,10 @@ import typer
 from foredraft.errors import PlanError
 
 if TYPE_CHECKING:
-    from foredraft.plan.acceptance import SurvivalEstimate
     from foredraft.plan.profile import Profile
     from foredraft.plan.result import BatchPlan, Plan
     from foredraft.plan.roofline import Roofline
+    from foredraft.plan.trace import RequestTrace
 
 _DEFAULT_MAX = 32  # as in the planner, which is not imported for the help
 _SHOWN = (1, 2, 4, 8, 16, 32)
@@ -109,6 +109,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say whether speculation pays, with how many draft tokens, and up to which batch size."""
+    from foredraft.plan.acceptance import estimate_survival
     from foredraft.plan.engines import emit as emit_plan
     from foredraft.plan.planner import make_plan
 
@@ -131,7 +132,9 @@ def plan(
         )
     roofline = _roofline(model_config, hardware, bandwidth_gb_s, tflops, weight_bits)
     measured = _profile(profile)
-    estimate, traced_method = _estimate(trace, method)
+    requests = _requests(trace, method)
+    estimate = estimate_survival(requests) if requests else None
+    traced_method = requests[0].method if requests else None
     result = make_plan(
         acceptance=acceptance,
         estimate=estimate,
@@ -147,9 +150,11 @@ def plan(
     )
     config = None if emit is None else emit_plan(result, emit, draft_model)
     if html is not None:
+        from foredraft.plan.check import check_traces
         from foredraft.plan.report import write_report
 
-        write_report(html, result, profile=measured, estimate=estimate)
+        checks = check_traces(requests, measured, context) if measured is not None else []
+        write_report(html, result, profile=measured, estimate=estimate, checks=checks)
     if as_json:
         content = result.to_dict()
         if config is not None:
@@ -218,14 +223,12 @@ def _profile(path: Path | None) -> Profile | None:
     return load_profile(path)
 
 
-def _estimate(trace: Path | None, method: str | None) -> tuple[SurvivalEstimate | None, str | None]:
+def _requests(trace: Path | None, method: str | None) -> list[RequestTrace]:
     if trace is None:
-        return None, None
-    from foredraft.plan.acceptance import estimate_survival
+        return []
     from foredraft.plan.trace import read_trace
 
-    requests = read_trace(trace, method)
-    return estimate_survival(requests), requests[0].method
+    return read_trace(trace, method)
 
 
 def _show(result: Plan) -> None:

@@ -47,6 +47,8 @@ class Needs:
         is_whole: Whether a draft is worth having only as a whole, for what the target says of it
             and not for what is accepted alone. Then ``auto`` never trims it, but asks for all of it
             or nothing.
+        learns: Whether what it drafts for one request depends on others before it. One that does
+            not is kept where a comparison begins anew.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -55,6 +57,7 @@ class Needs:
     sees_noise: bool = False
     rules: tuple[str, ...] = VERIFICATIONS
     is_whole: bool = False
+    learns: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,19 @@ class DrafterContext:
         vocab_size: Size of the target's vocabulary; every drafted id is below it.
         max_model_len: Most tokens (prompt and output) a request can ever hold.
         tokenizer: The target's tokenizer (Transformers' own), or ``None`` where it has none.
+        method: The name under which requests ask for it.
+        max_num_requests: Most requests that it drafts for at once.
+        device: Where the target lies, as PyTorch writes it.
+        weight_bytes: Of the target's weights; 0 where that is not known.
     """
 
     vocab_size: int
     max_model_len: int
     tokenizer: Any = None
+    method: str = ""
+    max_num_requests: int = 16
+    device: str = "cpu"
+    weight_bytes: int = 0
 
 
 class Drafter(ABC):

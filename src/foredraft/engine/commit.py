@@ -72,6 +72,14 @@ def commit(
             state.stats.record_verify(
                 int(num_drafted[index]), len(path), len(token_ids), bool(is_cut[index])
             )
+            if drafts.votes is not None:
+                first = int(drafts.offsets[index])
+                votes = drafts.votes[:, first : int(drafts.offsets[index + 1])]
+                for voter, is_proposed in zip(drafts.voters, votes != -1, strict=True):
+                    if is_proposed.any():
+                        state.stats.record_member(
+                            voter, int(is_proposed.sum()), int(is_proposed[path - 1].sum())
+                        )
         else:
             state.stats.record_prefill(len(token_ids))
         ids = tuple(token_ids.tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ class Drafting:
         options: Options by method name.
         target: The target, for what a drafter must know of it.
         drafters: Drafters that exist already, by method name.
+        max_num_requests: Most requests that run at once.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Drafting:
         options: Mapping[str, Mapping[str, Any]],
         target: Target,
         drafters: Mapping[str, Drafter],
+        max_num_requests: int = 16,
     ) -> None:
         """Check the options of every method that has some; other drafters are made on first use."""
         self._options = options
@@ -52,6 +55,9 @@ class Drafting:
             vocab_size=target.vocab_size,
             max_model_len=target.max_model_len,
             tokenizer=target.tokenizer,
+            max_num_requests=max_num_requests,
+            device=str(target.device),
+            weight_bytes=sum(p.numel() * p.element_size() for p in target.model.parameters()),
         )
         self._given = dict(drafters)
         self._drafters: dict[str, Drafter] = dict(drafters)
@@ -146,7 +152,8 @@ class Drafting:
 
     def renew(self) -> None:
         """Make the drafters of the registry anew, without what they learnt; nothing may run."""
-        self._drafters = dict(self._given)
+        kept = {name: d for name, d in self._drafters.items() if not d.needs.learns}
+        self._drafters = {**kept, **self._given}
 
     def close(self) -> None:
         """Let every drafter save what it keeps."""
@@ -174,7 +181,8 @@ class Drafting:
         if method not in self._drafters:
             cls = drafter_class(method)
             config = make_config(cls.Config, self._options.get(method, {}), f"method {method!r}")
-            self._drafters[method] = cls(config, self.context)
+            context = dataclasses.replace(self.context, method=method)
+            self._drafters[method] = cls(config, context)
         return self._drafters[method]
 
     def _checked(

@@ -79,7 +79,9 @@ class Engine:
             self.max_kv_bytes,
         )
         self.runner = Runner(self.target, self.cache)
-        self.drafting = Drafting(self.config.drafter_options, self.target, drafters or {})
+        self.drafting = Drafting(
+            self.config.drafter_options, self.target, drafters or {}, self.cache.num_slots
+        )
         self.controller = Controller(self._traits)
         self.last_step: StepStats | None = None
         self.stats = EngineStats()
@@ -153,8 +155,9 @@ class Engine:
             self.drafting.take_failures(),
             is_cut,
         )
-        self.drafting.observe(plan, drafts, target, verdict)
         clock.lap("host")
+        self.drafting.observe(plan, drafts, target, verdict)
+        clock.lap("draft")
         seconds = clock.seconds["target"] + clock.seconds["verify"]
         self.controller.observe(plan, drafts, target, verdict, seconds, self.drafting.seconds)
         states = [self.scheduler.running[s.request.request_id] for s in plan.segments]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import MissingExtraError, PlanError
 from foredraft.plan.acceptance import CONFIDENCE, Survival, SurvivalEstimate
+from foredraft.plan.check import Check
 from foredraft.plan.profile import Profile
 from foredraft.plan.result import Plan
 
@@ -46,6 +47,7 @@ def write_report(
     plan: Plan,
     profile: Profile | None = None,
     estimate: SurvivalEstimate | None = None,
+    checks: Sequence[Check] = (),
 ) -> None:
     """Write the report.
 
@@ -54,12 +56,13 @@ def write_report(
         plan: What to report.
         profile: Adds measured against fitted verify cost.
         estimate: Adds recorded survival against a constant acceptance.
+        checks: Adds measured against predicted speedup.
 
     Raises:
         MissingExtraError: Matplotlib is not installed.
         PlanError: The file cannot be written.
     """
-    page = report_html(plan, profile, estimate)
+    page = report_html(plan, profile, estimate, checks)
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -69,7 +72,10 @@ def write_report(
 
 
 def report_html(
-    plan: Plan, profile: Profile | None = None, estimate: SurvivalEstimate | None = None
+    plan: Plan,
+    profile: Profile | None = None,
+    estimate: SurvivalEstimate | None = None,
+    checks: Sequence[Check] = (),
 ) -> str:
     """Return the page; arguments as for :func:`write_report`."""
     figures = [
@@ -103,6 +109,17 @@ def report_html(
                 f"Dots: recorded, with {CONFIDENCE:.0%} intervals. Line: what one constant "
                 "acceptance predicts.",
                 draw_survival(estimate),
+            )
+        )
+    if checks:
+        errors = sorted(abs(check.predicted / check.measured - 1) for check in checks)
+        figures.append(
+            (
+                "Speedup, measured and predicted",
+                f"Each dot is a recorded request, {len(checks)} in all; on the line the arithmetic "
+                "is right, in the band within 10 %. Half of them lie within "
+                f"{errors[len(errors) // 2]:.0%}.",
+                draw_checks(checks),
             )
         )
     body = "\n".join(
@@ -307,6 +324,42 @@ def draw_verify_cost(profile: Profile) -> Draw:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("draft tokens a request, N")
         axes.set_ylabel("verify cost, in plain decode steps")
+
+    return draw
+
+
+def draw_checks(checks: Sequence[Check]) -> Draw:
+    """Plot measured against predicted speedup of recorded requests, by batch size."""
+    batches = sorted({check.num_requests for check in checks})
+
+    def draw(axes: Axes) -> None:
+        most = 1.08 * max(max(check.predicted, check.measured) for check in checks)
+        ends = [0.0, most]
+        axes.fill_between(
+            ends,
+            [0.9 * end for end in ends],
+            [1.1 * end for end in ends],
+            color=light("line"),
+            alpha=0.5,
+            linewidth=0,
+        )
+        axes.plot(ends, ends, color=light("faint"), linewidth=1)
+        for place, num_requests in enumerate(batches):
+            own = [check for check in checks if check.num_requests == num_requests]
+            colour = "accent" if len(batches) == 1 else RAMP[place * len(RAMP) // len(batches)]
+            axes.plot(
+                [check.predicted for check in own],
+                [check.measured for check in own],
+                "o",
+                color=light(colour),
+                markersize=5,
+                label=f"batch {num_requests}",
+            )
+        axes.legend(frameon=False, loc="upper left", fontsize=9)
+        axes.set_xlim(0, most)
+        axes.set_ylim(0, most)
+        axes.set_xlabel("predicted speedup")
+        axes.set_ylabel("measured speedup")
 
     return draw
 

@@ -161,6 +161,11 @@ class ModelShape:
         """
         if not isinstance(config, Mapping):
             raise PlanError(f"a model config is an object, not {config!r:.40}; give one.")
+        if config.get("is_encoder_decoder") is True:
+            raise PlanError(
+                "the model config is of an encoder-decoder model; the arithmetic is for "
+                "decoder-only ones. Give the config.json of one of these."
+            )
         outer = config
         inner = config.get("text_config")
         if isinstance(inner, Mapping):
@@ -243,7 +248,12 @@ class _Fields:
 
     def count(self, *names: str) -> int:
         value = self.optional(*names)
-        if not value:
+        if value == 0:
+            raise PlanError(
+                f"the model config has {names[0]} = 0; allowed is an integer of 1 or more. "
+                "Correct it."
+            )
+        if value is None:
             raise PlanError(
                 f"the model config has no {names[0]}, which its size depends on; give the whole "
                 "config.json of a decoder-only model."

@@ -6,13 +6,16 @@
 ``num_requests`` is how many requests the batch held; a step is
 ``[draft tokens, accepted draft tokens, cut]``, where cut is 1 if the draft was as long as it was
 allowed to be, or trimmed, and 0 if the drafter had no more. Without it, 1 is taken, and 0 where
-nothing was drafted. Keys that are not named here are for others and are left alone.
+nothing was drafted. ``decode_s``, the seconds of these steps, and ``plain_step_s``, those of a
+plain step measured beside them, may be there too; and ``members``, where several methods drafted
+together: for each what it proposed and what was accepted of it. Keys that are not named here are
+for others and are left alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ class RequestTrace:
         num_tokens: Tokens it emitted.
         steps: Draft tokens and accepted draft tokens of every verify step, and whether the draft
             was cut.
+        decode_s: Seconds of these steps; ``None`` where they were not timed.
+        plain_step_s: Of a plain step of the same batch, measured beside them; ``None`` likewise.
     """
 
     method: str
@@ -38,6 +43,8 @@ class RequestTrace:
     temperature: float
     num_tokens: int
     steps: tuple[Sequence[int], ...]
+    decode_s: float | None = None
+    plain_step_s: float | None = None
 
 
 def trace_line(
@@ -46,19 +53,27 @@ def trace_line(
     temperature: float,
     num_tokens: int,
     steps: Iterable[Sequence[int]],
+    decode_s: float | None = None,
+    plain_step_s: float | None = None,
+    members: Mapping[str, Sequence[int]] | None = None,
 ) -> str:
     """Return the line of a finished request, without its end of line.
 
     Raises:
         ProfileError: The numbers cannot be of a request; nothing is written that could not be read.
     """
-    content = {
+    content: dict[str, Any] = {
         "method": method,
         "num_requests": int(num_requests),
         "temperature": float(temperature),
         "num_tokens": int(num_tokens),
         "steps": [[int(number) for number in step] for step in steps],
     }
+    for name, value in (("decode_s", decode_s), ("plain_step_s", plain_step_s)):
+        if value is not None:
+            content[name] = round(float(value), 7)
+    if members:
+        content["members"] = {method: list(counts) for method, counts in members.items()}
     try:
         _request(content)
     except (ValueError, KeyError, TypeError) as error:
@@ -147,7 +162,19 @@ def _request(content: Any) -> RequestTrace:
         temperature=float(temperature),
         num_tokens=_count("num_tokens", content["num_tokens"]),
         steps=tuple(steps),
+        decode_s=_seconds("decode_s", content.get("decode_s")),
+        plain_step_s=_seconds("plain_step_s", content.get("plain_step_s")),
     )
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}, not a number")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value!r}, not a time above 0")
+    return float(value)
 
 
 def _count(name: str, value: Any, least: int = 0) -> int:

@@ -117,6 +117,30 @@ def gumbel(
     return -np.log(-np.log1p(-units(seed, stream, positions, token_ids)))
 
 
+@numba.njit(cache=True)
+def _units_of(keys, token_ids, out):  # type: ignore[no-untyped-def]
+    for row in range(token_ids.shape[0]):
+        for column in range(token_ids.shape[1]):
+            out[row, column] = unit(keys[row], token_ids[row, column])
+
+
+def gumbel_of(
+    seeds: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    token_ids: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Return the noise that the target picks with, of chosen tokens of each row, float64 [R, I].
+
+    Args:
+        seeds: int64 [R].
+        positions: int64 [R], absolute positions of the tokens.
+        token_ids: int64 [R, I].
+    """
+    out = np.empty(token_ids.shape, dtype=np.float64)
+    _units_of(position_keys(seeds, positions), np.ascontiguousarray(token_ids), out)
+    return -np.log(-np.log1p(-out))
+
+
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical (not arithmetic) right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,280 @@
+"""A separate draft model: its cache, its picks, and how it is wired to the engine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from foredraft.drafters import draft_cache
+from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.draft_model import DraftModelConfig, DraftModelDrafter
+from foredraft.drafters.draft_picks import choose
+from foredraft.errors import ConfigError, ModelLoadError
+from foredraft.model.loader import Target, prepare_target
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.sampling.noise import gumbel
+from foredraft.types import Budgets, Request, Segment, StepPlan
+from tests.tiny import (
+    CONTEXT,
+    VOCAB,
+    engine,
+    family_model,
+    family_target,
+    run,
+    run_to_end,
+    table_target,
+    warnings_logged,
+)
+
+METHOD = "draft-model"
+_RNG = np.random.default_rng(3)
+PROMPTS = [_RNG.integers(3, VOCAB, n).tolist() for n in (50, 1, 23, 9, 37)]
+
+
+def near(target_seed: int = 0, noise: float = 0.02) -> Target:
+    """A model that nearly agrees with the tiny target of that seed."""
+    model = family_model("llama", seed=target_seed)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    return prepare_target("near", model, None, CONTEXT)
+
+
+def drafter(model: Target, max_num_requests: int = 8, **options: object) -> DraftModelDrafter:
+    context = DrafterContext(VOCAB, CONTEXT, method=METHOD, max_num_requests=max_num_requests)
+    return DraftModelDrafter(DraftModelConfig(**options), context, model)  # type: ignore[arg-type]
+
+
+def samplings(temperature: float, max_tokens: int = 40) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature, seed=i, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("num", "children"), [(1, 1), (3, 1), (8, 1), (7, 2), (12, 3)])
+def test_a_draft_model_that_is_the_target_is_always_right(
+    temperature: float, num: int, children: int
+) -> None:
+    """Every chain is accepted whole, at any temperature, in any company: no hole in its cache."""
+    target = family_target("llama")
+    own = drafter(family_target("llama"), num_children=children)
+    the_engine = engine(target, {METHOD: own}, max_num_requests=3, max_num_batched_tokens=16)
+    speculation = SpeculationParams(METHOD, num)
+    ended = run_to_end(the_engine, PROMPTS, samplings(temperature), speculation)
+    plain = run(engine(target), PROMPTS, samplings(temperature), SpeculationParams("none"))
+    assert [one.ids for one in ended] == plain
+    for one in ended:
+        if children == 1:
+            assert one.stats.num_accepted_tokens == one.stats.num_draft_tokens > 0
+        else:  # the best child is accepted at every level but the last
+            assert all(accepted >= 1 for _, accepted, _ in one.stats.steps[:-1])
+
+
+@pytest.mark.parametrize("children", [1, 3])
+def test_the_cache_holds_what_reading_anew_would(children: int) -> None:
+    """After accepted, refused and trimmed drafts, it drafts as one that meets the text first."""
+    model = near()
+    old = drafter(model, num_children=children)
+    rng = np.random.default_rng(5)
+    texts = {f"r{i}": rng.integers(3, VOCAB, 5 + i).tolist() for i in range(4)}
+    sampling = SamplingParams(temperature=0.8, seed=3)
+    num_kept = 0
+    for step in range(25):
+        segments = []
+        for name, text in texts.items():
+            if step and rng.random() < 0.2:
+                continue
+            ids = np.array(text)
+            request = Request(
+                name, ids[:4], sampling, SpeculationParams(METHOD, 6), 3, 200, frozenset()
+            )
+            segments.append(Segment(request, ids, 0, len(ids) - 1, 1, is_decode=True))
+        plan = StepPlan(tuple(segments))
+        budgets = Budgets(rng.integers(0, 8, len(segments)))
+        batch = old.propose(plan, budgets)
+        fresh = drafter(model, num_children=children).propose(plan, budgets)
+        np.testing.assert_array_equal(batch.token_ids, fresh.token_ids)
+        np.testing.assert_array_equal(batch.parents, fresh.parents)
+        for index, segment in enumerate(segments):
+            # Some way down the draft, or another, and then a token of its own.
+            tokens = batch.token_ids[batch.offsets[index] : batch.offsets[index + 1]]
+            parents = batch.parents[batch.offsets[index] : batch.offsets[index + 1]]
+            row = 0
+            while (below := np.nonzero(parents == row)[0]).size and rng.random() < 0.7:
+                row = int(rng.choice(below)) + 1
+                texts[segment.request.request_id].append(int(tokens[row - 1]))
+                num_kept += 1
+            texts[segment.request.request_id].append(int(rng.integers(3, VOCAB)))
+            if rng.random() < 0.1:  # many at once, as after steps without a draft
+                texts[segment.request.request_id] += rng.integers(3, VOCAB, 14).tolist()
+            del texts[segment.request.request_id][150:]
+    assert num_kept > 20
+
+
+def test_long_texts_are_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_cache, "_MOST_ROWS", 16)
+    target = family_target("llama")
+    own = drafter(family_target("llama"))
+    ended = run_to_end(
+        engine(target, {METHOD: own}), PROMPTS, samplings(0.0), SpeculationParams(METHOD, 4)
+    )
+    assert all(one.stats.num_accepted_tokens == one.stats.num_draft_tokens for one in ended)
+
+
+def test_prompts_are_read_beside_the_target() -> None:
+    """So that the first draft does not wait for them."""
+    own = drafter(near())
+    the_engine = engine(family_target("llama"), {METHOD: own}, max_num_batched_tokens=16)
+    name = the_engine.add(PROMPTS[0], samplings(0.0)[0], SpeculationParams(METHOD, 4))
+    the_engine.step()
+    assert len(own._cache._states[name].ids) == 15  # a chunk of 16, but for its last
+    the_engine.abort(name)
+    assert not own._cache._states
+
+
+def test_a_text_beyond_the_draft_models_context_is_not_drafted() -> None:
+    model = prepare_target("short", family_model("llama"), None, 24)
+    own = drafter(model)
+    target = family_target("llama")
+    speculation = SpeculationParams(METHOD, 8)
+    ended = run_to_end(engine(target, {METHOD: own}), PROMPTS, samplings(0.0), speculation)
+    plain = run(engine(target), PROMPTS, samplings(0.0), SpeculationParams("none"))
+    assert [one.ids for one in ended] == plain
+    assert ended[0].stats.num_draft_tokens == 0 < ended[1].stats.num_draft_tokens
+    assert sum(len(one.ids) for one in ended) == 5 * 40
+
+
+def test_more_requests_than_slots() -> None:
+    """The one that has waited longest is read again when it comes back."""
+    own = drafter(near(), max_num_requests=2)
+
+    def propose(names: list[str]) -> list[int]:
+        segments = []
+        for name in names:
+            ids = np.array(PROMPTS[int(name)])
+            request = Request(
+                name, ids, SamplingParams(), SpeculationParams(METHOD, 3), 0, 200, frozenset()
+            )
+            segments.append(Segment(request, ids, 0, len(ids) - 1, 1, is_decode=True))
+        batch = own.propose(StepPlan(tuple(segments)), Budgets(np.full(len(names), 3)))
+        return batch.num_nodes.tolist()
+
+    assert propose(["0", "1"]) == [3, 3]
+    assert propose(["2", "1"]) == [3, 3]
+    assert set(own._cache._states) == {"1", "2"}
+    assert propose(["0", "2", "3"]) == [3, 3, 0]
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize("children", [1, 2])
+def test_the_law_under_classical_rules(verification: str, children: int) -> None:
+    """First three tokens of many seeds against the target's own law, by chi-square."""
+    rng = np.random.default_rng(11)
+    table, other = rng.normal(size=(2, 4, 4)).astype(np.float32) * 1.2
+    context = DrafterContext(4, CONTEXT, method=METHOD, max_num_requests=64)
+    own = DraftModelDrafter(DraftModelConfig(num_children=children), context, table_target(other))
+    the_engine = engine(table_target(table), {METHOD: own}, max_num_requests=64)
+    num = 6000
+    prompts = [[0]] * num
+    sampling = [
+        SamplingParams(1.0, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(num)
+    ]
+    ended = run_to_end(the_engine, prompts, sampling, SpeculationParams(METHOD, 3, verification))
+    assert (
+        0
+        < sum(one.stats.num_accepted_tokens for one in ended)
+        < sum(one.stats.num_draft_tokens for one in ended)
+    )
+    seen = Counter(tuple(one.ids) for one in ended)
+    laws = np.exp(table) / np.exp(table).sum(axis=1, keepdims=True)
+    statistic, cells = 0.0, 0
+    for text in itertools.product(range(4), repeat=4):
+        chance = np.prod([laws[a, b] for a, b in itertools.pairwise((0, *text))])
+        if chance * num >= 5:
+            statistic += (seen[text] - chance * num) ** 2 / (chance * num)
+            cells += 1
+    assert cells > 50
+    assert statistic < cells + 4 * np.sqrt(2 * cells)
+
+
+def test_children_are_the_best_by_the_targets_noise() -> None:
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(2, 300)).astype(np.float32) * 3
+    requests = [
+        Request(name, np.array([1]), sampling, SpeculationParams(), seed, 9, frozenset())
+        for name, sampling, seed in (("a", SamplingParams(0.7), 5), ("b", SamplingParams(), 6))
+    ]
+    positions = np.array([17, 4])
+    tokens, sure = choose(torch.from_numpy(logits.copy()), requests, positions, 4)
+    scores = logits[0] / 0.7 + gumbel(5, positions[:1], np.arange(300))[0]
+    assert tokens[0].tolist() == np.argsort(-scores)[:4].tolist()
+    assert tokens[1].tolist() == np.argsort(-logits[1])[:4].tolist()
+    assert (np.diff(sure, axis=1) < 0).all() and (sure > 0).all() and (sure < 1).all()
+    few = torch.full((1, 300), -torch.inf)
+    few[0, 7] = 1.0
+    tokens, sure = choose(few, requests[1:], positions[1:], 3)
+    assert tokens[0].tolist() == [7, -1, -1] and sure[0, 0] < 1
+
+
+def test_a_branch_ends_where_it_is_unlikely() -> None:
+    target = family_target("llama")
+    lengths = []
+    for least in (0.0, 0.9):
+        own = drafter(near(noise=0.1), min_confidence=least)
+        ended = run_to_end(
+            engine(target, {METHOD: own}), PROMPTS, samplings(1.0), SpeculationParams(METHOD, 8)
+        )
+        lengths.append(sum(one.stats.num_draft_tokens for one in ended))
+    assert lengths[1] < lengths[0] / 2
+
+
+def test_a_tree_is_accepted_more_than_its_best_chain() -> None:
+    target = family_target("llama")
+    accepted = []
+    for children in (1, 4):
+        own = drafter(near(noise=0.1), num_children=children, max_depth=3)
+        ended = run_to_end(
+            engine(target, {METHOD: own}), PROMPTS, samplings(1.0), SpeculationParams(METHOD, 24)
+        )
+        steps = sum(len(one.stats.steps) for one in ended)
+        accepted.append(sum(one.stats.num_accepted_tokens for one in ended) / steps)
+    assert accepted[1] > 1.15 * accepted[0]
+
+
+def test_it_says_what_is_wrong() -> None:
+    context = DrafterContext(VOCAB, CONTEXT)
+    with pytest.raises(ConfigError, match="needs a draft model; name one"):
+        DraftModelDrafter(DraftModelConfig(), context)
+    with pytest.raises(ModelLoadError, match="no/such/folder"):
+        DraftModelDrafter(DraftModelConfig("./no/such/folder"), context)
+    for options, message in (
+        ({"num_children": 0}, "num_children is 0; allowed is an integer from 1 to 16"),
+        ({"max_depth": 99}, "max_depth is 99; allowed is an integer from 1 to 64"),
+        ({"min_confidence": 1}, "min_confidence is 1; allowed is a number in"),
+        ({"vocabulary": "both"}, "vocabulary is 'both'; allowed is one of auto, shared, text"),
+        ({"dtype": "int3"}, "dtype is 'int3'; allowed is one of"),
+        ({"model": 3}, "model is 3; allowed is a folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DraftModelConfig(**options)  # type: ignore[arg-type]
+
+
+def test_a_dear_draft_model_is_said_so() -> None:
+    target = family_target("llama")
+    weight_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    context = DrafterContext(VOCAB, CONTEXT, weight_bytes=weight_bytes)
+    with warnings_logged() as said:
+        DraftModelDrafter(DraftModelConfig(), context, copy.copy(target))
+    assert len(said) == 1 and "at most 1.0 times plain speed" in said[0]
+    with warnings_logged() as said:
+        context = DrafterContext(VOCAB, CONTEXT, weight_bytes=10 * weight_bytes)
+        DraftModelDrafter(DraftModelConfig(), context, copy.copy(target))
+    assert not said

@@ -49,7 +49,7 @@ bench-decode: $(STAMP) ## Measure decoding on this machine, each drafter beside 
 	$(BIN)/foredraft bench decode $(ARGS)
 
 bench-adapt: $(STAMP) ## Measure the controller: auto beside plain and every fixed number (half an hour)
-	$(BIN)/foredraft bench adapt --rounds 3 $(ARGS)
+	$(BIN)/foredraft bench adapt --rounds 2 $(ARGS)
 
 bench-drafters: $(STAMP) ## Replay recorded answers through the methods that need no weights
 	$(BIN)/foredraft bench drafters --rounds 3 $(ARGS)

@@ -17,6 +17,9 @@ PLAIN = "none"
 PORTFOLIO = "auto"
 """The method that lets several draft together."""
 
+PORTFOLIO_MEMBERS = ("ngram", "suffix", "recycling", "prediction")
+"""Those of them that do unless others are named."""
+
 METHODS: dict[str, str] = {
     PORTFOLIO: "foredraft.drafters.portfolio:PortfolioDrafter",
     "draft-model": "foredraft.drafters.draft_model:DraftModelDrafter",

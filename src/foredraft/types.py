@@ -6,8 +6,8 @@ probabilities are tensors on the model's device. "Segment" is one request's part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,9 +93,12 @@ class Budgets:
 
     Attributes:
         max_nodes: int64 [num_segments]; 0 is plain decoding.
+        member_nodes: Where a method has members whose drafts take time, for each of them int64
+            [num_segments]: the most nodes that it may draft, of those in ``max_nodes``.
     """
 
     max_nodes: Int64Array
+    member_nodes: Mapping[str, Int64Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ KEYS = {
     "text", "token_ids", "num_prompt_tokens", "num_tokens", "finish_reason", "seed", "tokens_per_s",
     "decode_tokens_per_s", "acceptance_length", "acceptance_rate", "acceptance_by_position",
     "num_verify_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "time_s",
-    "num_wasted_tokens", "estimated_speedup", "predicted_speedup",
+    "num_wasted_tokens", "members", "estimated_speedup", "predicted_speedup",
 }  # fmt: skip
 COMPARE_KEYS = {
     "plain_tokens_per_s",
@@ -338,6 +338,22 @@ def test_a_prediction_is_drafted_from(run: Run, folder: Path, tmp_path: Path) ->
     assert result["text"] == plain["text"] and result["num_accepted_tokens"] > 0
 
 
+@pytest.mark.parametrize("method", ["draft-model", "auto"])
+def test_a_draft_model_drafts(run: Run, folder: Path, method: str) -> None:
+    """The model itself, which is always right; and who drafted what is shown."""
+    plain = _result(run, "--model", folder, PROMPT, *SHORT, "--method", "none")
+    options = ("--method", method, "--draft-model", folder, "--num-speculative-tokens", 3)
+    result = _result(run, "--model", folder, PROMPT, *SHORT, *options)
+    assert result["text"] == plain["text"]
+    assert result["acceptance_length"] > 3
+    if method == "auto":
+        proposed, accepted = result["members"]["draft-model"]
+        assert proposed >= accepted == result["num_accepted_tokens"]
+    code, out, _ = run("generate", "--model", folder, PROMPT, *SHORT, *options, "--stats")
+    assert code == 0 and "accepted a step" in out
+    assert ("proposed by" in out) == (method == "auto")
+
+
 def test_every_option_has_a_test_above() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
     for name in inspect.signature(generate).parameters:
@@ -465,6 +481,12 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (
         ["generate", "x", "--method", "prediction", "--prediction-file", "/no/such.txt"],
         "/no/such.txt cannot be read",
+    ),
+    (["generate", "x", "--method", "draft-model"], "no draft model is given; name one"),
+    (["generate", "x", "--draft-model", "default"], "is for --method draft-model or auto"),
+    (
+        ["generate", "x", "--method", "draft-model", "--draft-model", "/no/such"],
+        "/no/such",
     ),
     (["generate", "x", "--suffix-corpus", "/no/such.txt"], "are for --method suffix or auto"),
     (["generate", "x", "--suffix-store", "a.store"], "are for --method suffix or auto"),

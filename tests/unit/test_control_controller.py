@@ -337,7 +337,7 @@ def test_a_costly_drafter_pays_for_what_it_drafted_and_not_for_what_was_kept() -
         verdict = Verdict(none[:0], none, none[:0], none, np.ones(1, bool))
         target = TargetOutput(torch.empty(0), rows, {}, rows)
         world.controller.observe(plan, kept, target, verdict, 1.0, {"m": 0.2})
-    assert world.controller._methods["m"].unit_seconds == pytest.approx(0.01)
+    assert world.controller._known.methods["m"].unit_seconds == pytest.approx(0.01)
 
 
 # --------------------------------------------------------------------------------- dead methods
@@ -418,7 +418,7 @@ def test_a_target_that_is_young_teaches_by_its_probabilities() -> None:
         target = TargetOutput(logits[:3], rows, {}, rows)
         controller.observe(plan, drafts, target, verdict, 1.0, {"m": 1e-9})
     # Neither was accepted, yet what is believed is the chance of each: 0.4, then 0.3.
-    table = controller._methods["m"].acceptance
+    table = controller._known.methods["m"].acceptance
     share = table.num_hits / table.num_trials
     assert share == pytest.approx((0.4 + 0.4 * 0.3) / 1.4, abs=0.01)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.drafter_options import drafter_options_of, read_prediction
 from foredraft.cli.files import check_output
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.screen import Screen
@@ -25,7 +26,13 @@ from foredraft.errors import ForedraftError, InvalidRequestError
 from foredraft.model.source import find_source
 from foredraft.params import AUTO, SamplingParams, SpeculationParams
 from foredraft.plan.trace import append_trace, trace_line
-from foredraft.registry import METHODS, PLAIN, PORTFOLIO, check_method, drafter_class, method_names
+from foredraft.registry import (
+    METHODS,
+    PLAIN,
+    check_method,
+    drafter_class,
+    method_names,
+)
 
 if TYPE_CHECKING:
     from foredraft.engine.llm import LLM, RequestOutput
@@ -186,7 +193,7 @@ def generate(
         method,
         _number(num_speculative_tokens),
         verification,
-        prediction=_prediction(prediction_file, method),
+        prediction=read_prediction(prediction_file, method),
     )
     check_method(method)
     if method != PLAIN and method not in METHODS:
@@ -198,7 +205,7 @@ def generate(
         dtype,
         device,
         max_model_len=max_model_len,
-        drafter_options=_drafter_options(method, draft_model, suffix_corpus or [], suffix_store),
+        drafter_options=drafter_options_of(method, draft_model, suffix_corpus or [], suffix_store),
     )
     find_source(config.model)
     every = read_prompts(prompts or [], prompt_file or [], chat)
@@ -252,52 +259,6 @@ def _number(text: str) -> int | str:
         return int(text)
     except ValueError:
         return text
-
-
-def _prediction(path: Path | None, method: str) -> str | None:
-    """The expected text, for the methods that read it."""
-    if path is None:
-        return None
-    if method not in ("prediction", PORTFOLIO):
-        raise InvalidRequestError(
-            f"--prediction-file is for --method prediction or auto, and the method is {method!r}; "
-            "change one of them."
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(
-            f"the prediction file {path} cannot be read as text ({type(error).__name__}); allowed "
-            "is a UTF-8 text file."
-        ) from error
-
-
-def _drafter_options(
-    method: str, draft_model: str | None, corpus: list[Path], store: Path | None
-) -> dict[str, dict[str, Any]]:
-    """Options of the drafter, where some are given."""
-    options: dict[str, Any] = {}
-    if (draft_model is not None) != (method == "draft-model"):
-        raise InvalidRequestError(
-            f"--draft-model and --method draft-model go together, and the method is {method!r}"
-            f"{'' if draft_model is None else f', the draft model {draft_model}'}; give both."
-        )
-    if draft_model is not None:
-        find_source(draft_model)
-        options["model"] = draft_model
-    if corpus:
-        options["corpus"] = tuple(map(str, corpus))
-    if store is not None:
-        check_output("--suffix-store", store)
-        options["store"] = str(store)
-    if (corpus or store is not None) and method not in ("suffix", PORTFOLIO):
-        raise InvalidRequestError(
-            f"--suffix-corpus and --suffix-store are for --method suffix or auto, and the method "
-            f"is {method!r}; change one of them."
-        )
-    if method == PORTFOLIO:
-        options = {"options": {"suffix": options}} if options else {}
-    return {method: options} if options else {}
 
 
 def _check_rounds(rounds: int | None, compare: bool) -> int:

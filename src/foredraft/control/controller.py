@@ -23,28 +23,26 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.control.allocate import Allocation, Padding, allocate
+from foredraft.control.allocate import Allocation, allocate
 from foredraft.control.chances import chances, is_unfiltered
 from foredraft.control.cost_table import CostTable
 from foredraft.control.estimator import (
     AcceptanceTable,
-    bins_of,
     read_nodes,
     survival_of,
 )
+from foredraft.control.forecast import LEAST_GAIN, forecast, forecast_whole, member_nodes
+from foredraft.control.knowledge import Knowledge
 from foredraft.control.view import (
     FIRST_PROBE,
     NO_CONFIDENCE,
-    MethodNote,
     MethodTraits,
     RequestNote,
     View,
     kept,
     outcomes,
     read,
-    renumber,
 )
-from foredraft.plan.profile import PassTime
 from foredraft.registry import PLAIN
 from foredraft.sampling.processors import Float64Array
 from foredraft.tree import tree
@@ -67,22 +65,12 @@ products were seen to give each row the same bits in any company."""
 _NEGLIGIBLE = 0.02
 """A draft that costs less than this share of a step is free."""
 
-_LEAST_GAIN = 0.01
-"""What drafting must promise for a request that has not been drafting: no flutter around zero."""
-
 _LAST_PROBE = 128
 """Most steps without a draft before one token is tried again; they double while probes bring no
 news."""
 
-_PROBE_SHARE = 0.005
-"""Of a step: what probes may cost in the long run."""
-
 _CHEAP = 0.05
 """A probe that is expected to cost less than this share of a step may come again soon."""
-
-_PLAIN_AFTER, _PLAIN_GAIN = 48, 1.2
-"""After so many steps with drafts, where drafting promises less than this factor, a step goes
-without: the price of plain decoding, which every promise is measured by, must not grow stale."""
 
 _SURPRISE = 0.3
 """A probe that is accepted is news where less than this was expected of it. Where drafts are good
@@ -91,14 +79,9 @@ and yet do not pay, as in a full batch, probes must not go on every few steps.""
 _YOUNG = 24
 """Verify steps during which the target's own probabilities are worth computing."""
 
-_DEAD_AFTER = 96
-_DEAD_BELOW = 0.01
-"""A method with less than this acceptance over so many trials is dead."""
-
-_RETRY_AFTER = 256
-"""Steps after which a dead method is tried again."""
-
 _COST_MEMORY = 1 / 16
+_FIRST_COSTS = 4
+"""Drafts of which the least time counts, before a mean is taken."""
 
 
 class Controller:
@@ -110,13 +93,19 @@ class Controller:
 
     def __init__(self, traits: Callable[[str], MethodTraits]) -> None:
         """Know nothing yet; the first request with ``auto`` brings the cost table."""
-        self.cost_table: CostTable | None = None
         self.last: Allocation | None = None
-        self._traits = traits
-        self._methods: dict[str, MethodNote] = {}
+        self._known = Knowledge(traits)
         self._requests: dict[str, RequestNote] = {}
         self._view: View | None = None
-        self._probe_debt = 0.0
+
+    @property
+    def cost_table(self) -> CostTable | None:
+        """What a step costs; ``None`` until a request with ``auto`` brings it."""
+        return self._known.cost_table
+
+    @cost_table.setter
+    def cost_table(self, table: CostTable) -> None:
+        self._known.cost_table = table
 
     def budget(self, plan: StepPlan) -> Budgets:
         """Return the most draft nodes of each segment, and note what plain decoding would cost.
@@ -125,13 +114,13 @@ class Controller:
         drafts at most ``r - 1``. Prompt chunks and plain requests draft nothing.
         """
         self.last = None
-        self._probe_debt = max(0.0, self._probe_debt - _PROBE_SHARE)
+        self._known.begin_step()
         view = self._view_of(plan)
         for method in view.names:
-            self._method(method).num_steps += 1
+            self._known.method(method).num_steps += 1
         nodes = np.zeros(len(plan.segments), dtype=np.int64)
-        is_on = {method: self._is_on(method) for method in view.names if method != PLAIN}
-        forecast: dict[str, list[int]] = {}
+        is_on = {method: self._known.is_on(method) for method in view.names if method != PLAIN}
+        costly: dict[str, list[int]] = {}
         whole: dict[str, list[int]] = {}
         for index, segment in enumerate(plan.segments):
             room = _room(segment)
@@ -142,15 +131,16 @@ class Controller:
                 nodes[index] = min(int(speculation.num_speculative_tokens), room)
             elif self.cost_table is not None and is_on[speculation.method]:
                 nodes[index] = min(room, MAX_AUTO_NODES)
-                if self._traits(speculation.method).is_whole:
+                if self._known.traits(speculation.method).is_whole:
                     whole.setdefault(speculation.method, []).append(index)
-                elif not (view.is_walk[index] and self._is_free(speculation.method)):
-                    forecast.setdefault(speculation.method, []).append(index)
-        for method, indices in forecast.items():
-            self._forecast(view, method, indices, nodes)
+                elif not (view.is_walk[index] and self._known.is_free(speculation.method)):
+                    costly.setdefault(speculation.method, []).append(index)
+        limits = nodes.copy()
+        for method, indices in costly.items():
+            forecast(self._known, view, method, indices, nodes)
         for method, indices in whole.items():
-            self._forecast_whole(view, method, indices, nodes)
-        return Budgets(nodes)
+            forecast_whole(self._known, view, method, indices, nodes)
+        return Budgets(nodes, member_nodes(self._known, view, limits, nodes))
 
     def trim(self, plan: StepPlan, drafts: DraftBatch) -> DraftBatch:
         """Keep of the drafts of ``auto`` requests what pays, right before the target pass.
@@ -162,7 +152,8 @@ class Controller:
         view = self._view_of(plan)
         view.asked = drafts
         owners, above, bins = read(view, drafts)
-        survival = survival_of(above, self._acceptance(view, drafts, owners, bins))
+        view.acceptance = self._acceptance(view, drafts, owners, bins)
+        survival = survival_of(above, view.acceptance)
         if not len(owners):
             self.last = self._without_drafts(view)
             return drafts
@@ -171,23 +162,24 @@ class Controller:
         offered = survival[on_offer]
         first = view.num_rows + num_kept
         rows = np.concatenate([[view.num_rows], first + np.arange(len(offered) + 1.0)])
-        seconds = self.cost_table.seconds(len(plan.segments), rows, view.context)
+        seconds = self._known.seconds(view, rows)
         is_idle = len(offered) > 0 and all(view.notes[i].num_idle for i in set(owners[on_offer]))
         sure_tokens = view.num_picks + float(survival[~on_offer].sum())
         counts = np.bincount(owners[~on_offer], minlength=len(view.notes))
-        padding = self._padding(view, owners[on_offer], int(counts.max()), num_kept)
-        least_gain = _LEAST_GAIN if is_idle else 0.0
+        padding = self._known.padding(view, owners[on_offer], int(counts.max()), num_kept)
+        least_gain = LEAST_GAIN if is_idle else 0.0
         chosen = allocate(offered, seconds[1:], sure_tokens, least_gain, padding)
         keep = np.ones(len(owners), dtype=np.bool_)
         rate = chosen.expected_tokens / chosen.seconds
         gain = rate * seconds[0] / sure_tokens if num_kept == 0 and chosen.is_kept.any() else np.inf
-        if self._is_plain_due(view, gain):
+        if self._known.is_plain_due(view, gain):
             chosen = Allocation(np.zeros_like(chosen.is_kept), sure_tokens, seconds[0], seconds[0])
         keep[on_offer] = chosen.is_kept
         probed = self._probe(view, drafts, survival, keep, seconds[1:])
         self.last = Allocation(
             keep, chosen.expected_tokens + probed, chosen.seconds, float(seconds[0])
         )
+        view.keep = keep
         return drafts if keep.all() else kept(drafts, keep)
 
     def observe(
@@ -232,12 +224,14 @@ class Controller:
                 continue
             note.num_verify_steps += 1
             nodes = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
+            num_accepted = int(verdict.path_offsets[index + 1] - verdict.path_offsets[index])
+            if note.members:
+                self._learn_members(view, index, note, drafts, values[nodes], num_accepted)
             if nodes.start == nodes.stop:
                 continue
-            if self._traits(view.methods[index]).is_whole:
-                gain = float(verdict.path_offsets[index + 1] - verdict.path_offsets[index])
-                note.is_cheap = gain > note.gain  # more than was thought: try again soon
-                note.learn_gain(gain, self._method(view.methods[index]))
+            if self._known.traits(view.methods[index]).is_whole:
+                note.is_cheap = num_accepted > note.gain  # more than was thought: try again soon
+                note.learn_gain(num_accepted, self._known.method(view.methods[index]))
             if note.is_probe:
                 is_news = values[nodes].any() and expected[nodes.start] < _SURPRISE
                 may_go_on = is_news or note.is_cheap
@@ -261,41 +255,37 @@ class Controller:
                 table.observe_of(rows[chosen], bins[chosen], values[chosen], weights[chosen])
             for table, chosen, kinds, voter_rows in self._by_voter(view, drafts, owners):
                 table.observe_of(voter_rows, kinds, values[chosen], weights[chosen])
+        self._learn_by_depth(view, drafts, values)
         for method in draft_seconds:
-            self._check_health(method)
+            self._known.check_health(method)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request."""
         self._requests.pop(request_id, None)
-        for method in self._methods.values():
+        for method in self._known.methods.values():
             method.acceptance.forget(request_id)
+            method.by_depth.forget(request_id)
 
     def _view_of(self, plan: StepPlan) -> View:
         if self._view is None or self._view.plan is not plan:
-            self._view = View(plan, self._requests, self._method)
+            self._view = View(plan, self._requests, self._known.method)
             for number, method in enumerate(self._view.names):
-                if method != PLAIN and self._traits(method).is_whole:
+                if method != PLAIN and self._known.traits(method).is_whole:
                     self._view.may_trim[self._view.which == number] = False
         return self._view
-
-    def _method(self, method: str) -> MethodNote:
-        found = self._methods.get(method)
-        if found is None:
-            found = self._methods[method] = MethodNote()
-        return found
 
     def _by_method(
         self, view: View, owners: Int64Array
     ) -> Iterator[tuple[AcceptanceTable, Int64Array | slice]]:
         """Each method's table, and which nodes are its own."""
         if len(view.names) == 1:
-            yield self._method(view.names[0]).acceptance, slice(None)
+            yield self._known.method(view.names[0]).acceptance, slice(None)
             return
         which = view.which[owners]
         for number, method in enumerate(view.names):
             chosen = np.nonzero(which == number)[0]
             if len(chosen):
-                yield self._method(method).acceptance, chosen
+                yield self._known.method(method).acceptance, chosen
 
     def _by_voter(
         self, view: View, drafts: DraftBatch, owners: Int64Array
@@ -309,7 +299,7 @@ class Controller:
             chosen = np.nonzero(votes != -1)[0]
             if not len(chosen):
                 continue
-            table = self._method(voter).acceptance
+            table = self._known.method(voter).acceptance
             rows = np.zeros(len(segments), dtype=np.int64)
             for index in drafting:
                 rows[index] = table.row(segments[index].request.request_id)
@@ -337,16 +327,8 @@ class Controller:
         """What a step costs and brings that holds no draft."""
         assert self.cost_table is not None
         rows = np.array([float(view.num_rows)])
-        plain = float(self.cost_table.seconds(len(view.methods), rows, view.context)[0])
+        plain = float(self._known.seconds(view, rows)[0])
         return Allocation(np.zeros(0, dtype=np.bool_), float(view.num_picks), plain, plain)
-
-    def _padding(
-        self, view: View, owners: Int64Array, most_before: int, num_before: int
-    ) -> Padding:
-        """What unequal drafts cost in this step."""
-        assert self.cost_table is not None
-        row_seconds = self.cost_table.padding_seconds(view.context)
-        return Padding(owners, len(view.notes), row_seconds, most_before, num_before)
 
     def _says_more(self, view: View, index: int) -> bool:
         """Whether the target's probabilities are worth computing for a request's draft.
@@ -358,130 +340,8 @@ class Controller:
             view.notes[index].num_verify_steps <= _YOUNG
             and bool(view.is_walk[index])
             and is_unfiltered(view.plan.segments[index].request.sampling)
-            and not self._traits(view.methods[index]).sees_noise
+            and not self._known.traits(view.methods[index]).sees_noise
         )
-
-    def _is_on(self, method: str) -> bool:
-        """Whether a method may draft in this step: not dead, or due for another try."""
-        found = self._method(method)
-        if found.off_until and found.num_steps >= found.off_until:
-            found.off_until, found.is_retrying = 0, True
-            found.acceptance.num_trials = found.acceptance.num_hits = 0.0
-            _LOG.info("method %r is tried again", method)
-        return not found.off_until
-
-    def _is_free(self, method: str) -> bool:
-        """Whether drafting for all its requests cost next to nothing beside the last step."""
-        is_free = self._method(method).is_free
-        return self._traits(method).cost == "once" if is_free is None else is_free
-
-    def _check_health(self, method: str) -> None:
-        """Switch a dead method off for a while; say so, and say when it is back."""
-        found = self._method(method)
-        table = found.acceptance
-        if found.off_until or table.num_trials < (
-            _DEAD_AFTER / 4 if found.is_retrying else _DEAD_AFTER
-        ):
-            return
-        if table.num_hits < _DEAD_BELOW * table.num_trials:
-            found.off_until = found.num_steps + _RETRY_AFTER
-            _LOG.warning(
-                "method %r had %.1f %% of its last draft tokens accepted; it is off for %d steps, "
-                "then tried again",
-                method,
-                100 * table.num_hits / table.num_trials,
-                _RETRY_AFTER,
-            )
-        elif found.is_retrying:
-            found.is_retrying = False
-            _LOG.info("method %r is accepted again", method)
-
-    def _forecast(self, view: View, method: str, indices: list[int], nodes: Int64Array) -> None:
-        """Cut the budgets of one method's requests to what is expected to pay, before drafting.
-
-        Chains of expected survival by depth stand in for drafts that do not exist yet. Drafting
-        costs by the level, so each deepest level is priced with its drafting; the best one wins.
-        """
-        found, traits = self._method(method), self._traits(method)
-        deepest = int(nodes[indices].max())
-        depths = np.arange(1, deepest + 1)
-        bins = bins_of(depths, np.zeros_like(depths), None)
-        survival = np.empty((len(indices), deepest))
-        names = [segment.request.request_id for segment in view.plan.segments]
-        for row, index in enumerate(indices):
-            survival[row] = np.cumprod(found.acceptance.acceptance(bins, names[index]))
-            survival[row, nodes[index] :] = 0.0
-        unit = found.unit_seconds or 0.0
-        assert self.cost_table is not None
-        rows = view.num_rows + np.arange(survival.size + 1.0)
-        step = self.cost_table.seconds(len(names), rows, view.context)
-        best_rate, best = view.num_picks / step[0], None
-        is_idle = all(view.notes[index].num_idle for index in indices)
-        least = best_rate * (1 + (_LEAST_GAIN if is_idle else 0.0))
-        for level in range(1, deepest + 1):
-            offered = survival[:, :level].ravel()
-            draft = unit * (1 if traits.cost == "once" else level)
-            padding = self._padding(view, np.repeat(indices, level), 0, 0)
-            costs = step[: len(offered) + 1] + draft
-            chosen = allocate(offered, costs, view.num_picks, 0.0, padding)
-            rate = chosen.expected_tokens / chosen.seconds
-            if chosen.is_kept.any() and rate > max(best_rate, least):
-                best_rate, best = rate, chosen.is_kept.reshape(len(indices), level).sum(axis=1)
-        if best is not None and self._is_plain_due(view, best_rate * step[0] / view.num_picks):
-            best = None
-        idle = []
-        for row, index in enumerate(indices):
-            note = view.notes[index]
-            wanted = 0 if best is None else int(best[row])
-            nodes[index] = min(int(nodes[index]), wanted)
-            if wanted:
-                note.num_idle = 0
-                continue
-            found.acceptance.age(names[index])
-            note.num_idle += 1
-            idle.append(index)
-        self._choose_probes([view.notes[index] for index in idle])
-        probes = [index for index in idle if view.notes[index].is_probe]
-        nodes[probes] = 1
-        if probes and best is None:
-            self._probe_debt += unit / float(step[0])
-
-    def _forecast_whole(
-        self, view: View, method: str, indices: list[int], nodes: Int64Array
-    ) -> None:
-        """Give each request of a method the whole of its budget or nothing, before drafting.
-
-        What a whole draft brings is what it brought before; those that it brought most come first.
-        """
-        found = self._method(method)
-        assert self.cost_table is not None
-        notes = view.notes
-        for index in indices:
-            notes[index].begin_gain(found)
-        order = sorted(indices, key=lambda index: -notes[index].gain)
-        sizes = np.concatenate([[0.0], np.cumsum(nodes[order])])
-        gains = np.concatenate([[0.0], np.cumsum([notes[index].gain for index in order])])
-        seconds = self.cost_table.seconds(len(notes), view.num_rows + sizes, view.context)
-        padded = len(notes) * float(nodes[order].max()) - sizes[1:]
-        seconds[1:] += (found.unit_seconds or 0.0) + padded * self.cost_table.padding_seconds(
-            view.context
-        )
-        rates = (view.num_picks + gains) / seconds
-        best = int(np.argmax(rates))
-        if all(notes[index].num_idle for index in indices) and (
-            rates[best] < rates[0] * (1 + _LEAST_GAIN)
-        ):
-            best = 0
-        idle = order[best:]
-        for index in order[:best]:
-            notes[index].num_idle = 0
-        for index in idle:
-            notes[index].num_idle += 1
-        self._choose_probes([notes[index] for index in idle])
-        probes = [index for index in idle if notes[index].is_probe]
-        nodes[[index for index in idle if not notes[index].is_probe]] = 0
-        if probes:
-            self._probe_debt += max(0.0, rates[best] / rates[best + len(probes)] - 1)
 
     def _probe(
         self,
@@ -511,9 +371,9 @@ class Controller:
             idle.append(index)
             if not note.is_probe:  # else the forecast made it one, and saw to the rest
                 request_id = view.plan.segments[index].request.request_id
-                self._method(view.methods[index]).acceptance.age(request_id)
+                self._known.method(view.methods[index]).acceptance.age(request_id)
                 note.num_idle += 1
-        self._choose_probes([view.notes[index] for index in idle])
+        self._known.choose_probes([view.notes[index] for index in idle])
         num_kept = int(keep[view.may_trim[owners]].sum())
         first = [int(drafts.offsets[index]) for index in idle if view.notes[index].is_probe]
         if not first:
@@ -522,48 +382,99 @@ class Controller:
         worth = float(survival[first].sum())
         rise = seconds[num_kept + len(first)] / seconds[num_kept] - 1
         loss = rise - worth / max(1, view.num_picks)
-        self._probe_debt += max(0.0, loss)
+        self._known.owe(loss)
         for index in idle:
             view.notes[index].is_cheap = loss < _CHEAP
         return worth
 
-    def _choose_probes(self, notes: list[RequestNote]) -> None:
-        """Make probes of those that are due or will be soon, where one is due and it is time.
+    def _learn_by_depth(self, view: View, drafts: DraftBatch, values: Float64Array) -> None:
+        """Learn what forecasts need of drafts that take time: acceptance by depth, untrimmed.
 
-        The first node of a step costs most, so that probes are made together. What they cost beyond
-        what they bring is paid off a small share of a step at a time before others are made.
+        Of nodes that were trimmed what was expected of them is taken, or those that were kept for
+        being likely would stand for all.
         """
-        if self._probe_debt > 0 or all(note.num_idle < note.probe_after for note in notes):
+        asked = view.asked or drafts
+        if not len(asked.token_ids):
             return
-        for note in notes:
-            if 2 * note.num_idle >= note.probe_after:
-                note.num_idle, note.is_probe = 0, True
+        owners = read(view, asked)[0]
+        chosen = []
+        for number, method in enumerate(view.names):
+            if method == PLAIN:
+                continue
+            traits, own = self._known.traits(method), view.which == number
+            if not (self._known.is_free(method) and view.is_walk[own].all()):
+                chosen.append((method, own[owners]))
+            for member in traits.members:
+                if asked.votes is not None and member in asked.voters:
+                    chosen.append((member, asked.votes[asked.voters.index(member)] != -1))
+        if not chosen:
+            return
+        if view.keep is not None and view.acceptance is not None:
+            every = view.acceptance.copy()
+            every[view.keep] = values
+            values = every
+        _, above, depths = read_nodes(asked.parents, asked.offsets, NO_CONFIDENCE, view.is_walk)
+        weights = np.where(above < 0, 1.0, survival_of(above, values)[above])
+        names = [segment.request.request_id for segment in view.plan.segments]
+        for method, nodes in chosen:
+            table = self._known.method(method).by_depth
+            rows = np.array([table.row(name) for name in names])
+            table.observe_of(rows[owners[nodes]], depths[nodes], values[nodes], weights[nodes])
 
-    def _is_plain_due(self, view: View, gain: float) -> bool:
-        """Whether to go without the drafts of a step, to see what plain decoding costs by now."""
-        assert self.cost_table is not None
-        return (
-            gain < _PLAIN_GAIN
-            and self.cost_table.steps_since_plain(len(view.methods)) >= _PLAIN_AFTER
-        )
+    def _learn_members(
+        self,
+        view: View,
+        index: int,
+        note: RequestNote,
+        drafts: DraftBatch,
+        values: Float64Array,
+        num_accepted: int,
+    ) -> None:
+        """Learn of one request what its free drafts bring, and what its probes of costly ones."""
+        asked = view.asked or drafts
+        nodes = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
+        first = slice(int(asked.offsets[index]), int(asked.offsets[index + 1]))
+        is_free = True
+        for member, own in note.members.items():
+            if asked.votes is None or member not in asked.voters:
+                continue
+            row = asked.voters.index(member)
+            is_free &= not (asked.votes[row, first] != -1).any()
+            if own.is_probe and drafts.votes is not None:
+                is_news = bool(values[drafts.votes[row, nodes] != -1].any())
+                own.probe_after = FIRST_PROBE if is_news else min(2 * own.probe_after, _LAST_PROBE)
+        if is_free:
+            note.learn_free(num_accepted, nodes.stop - nodes.start)
 
     def _learn_draft_costs(
         self, view: View, drafts: DraftBatch, draft_seconds: Mapping[str, float]
     ) -> None:
         drafts = view.asked or drafts
         for method, seconds in draft_seconds.items():
-            found = self._method(method)
+            found = self._known.method(method)
             units = 1
-            if self._traits(method).cost != "once":
+            if self._known.cost_of(view, method) != "once":
+                units = 0
+                row = drafts.voters.index(method) if method in drafts.voters else None
                 for index, name in enumerate(view.methods):
-                    parents = drafts.parents[drafts.offsets[index] : drafts.offsets[index + 1]]
-                    if name == method and len(parents):
-                        units = max(units, int(tree.depths(parents).max()))
+                    own = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
+                    depths = tree.depths(drafts.parents[own])[1:]
+                    if row is not None and drafts.votes is not None:
+                        depths = depths[drafts.votes[row, own] != -1]
+                    elif name != method:
+                        continue
+                    units = max(units, int(depths.max(initial=0)))
+                if not units:
+                    continue  # it had nothing to draft
             unit = seconds / units
             old = found.unit_seconds
-            found.unit_seconds = (
-                unit if old is None else old + _COST_MEMORY * (min(unit, 4 * old) - old)
-            )
+            found.num_costs += 1
+            if old is None:
+                found.unit_seconds = unit
+            elif found.num_costs <= _FIRST_COSTS:  # the first one may have loaded something
+                found.unit_seconds = min(old, unit)
+            else:
+                found.unit_seconds = old + _COST_MEMORY * (min(unit, 4 * old) - old)
             if self.last is not None:
                 found.is_free = found.unit_seconds < _NEGLIGIBLE * self.last.plain_seconds
 
@@ -576,21 +487,4 @@ def _room(segment: Segment) -> int:
     return request.max_tokens - segment.num_output_tokens - 1
 
 
-def load_kernels() -> None:
-    """Compile or load what deciding runs, so that no step pays for it."""
-    parents, offsets = np.array([0, 1]), np.array([0, 2])
-    yes = np.ones(1, dtype=np.bool_)
-    _, above, bins = read_nodes(parents, offsets, NO_CONFIDENCE, yes)
-    table = AcceptanceTable()
-    table.observe("", bins, np.ones(2), np.ones(2))
-    survival = survival_of(above, table.acceptance(bins, ""))
-    costs = CostTable([PassTime(1, rows, 0, 1.0, 0.0) for rows in (1, 2)])
-    padding = Padding(np.zeros(2, dtype=np.int64), 1, 0.0)
-    chosen = allocate(survival, costs.seconds(1, np.arange(1.0, 4.0), 0.0), 1.0, 0.0, padding)
-    costs.observe(1, 2, 0.0, 1.0)
-    costs.steps_since_plain(1)
-    outcomes(offsets, above, np.array([1, 2]), offsets)
-    renumber(parents, offsets, chosen.is_kept)
-
-
-__all__ = ["MAX_AUTO_NODES", "Controller", "MethodTraits", "load_kernels"]
+__all__ = ["MAX_AUTO_NODES", "Controller", "MethodTraits"]

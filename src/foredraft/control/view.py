@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numba
 import numpy as np
@@ -32,18 +32,22 @@ class MethodTraits:
         sees_noise: Whether its drafts depend on the target's noise, so that the target's
             probability of a token is not the chance that it is picked.
         is_whole: Whether a draft must be verified whole or not at all.
+        members: Of several that draft together, those whose drafts take time, and how it counts.
     """
 
     cost: str = "once"
     sees_noise: bool = False
     is_whole: bool = False
+    members: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RequestNote:
     """What is kept of a request: when it last drafted, how long it has been watched, its gain.
 
-    The gain is the accepted tokens of a draft that is verified whole; below 0 it is not known.
+    The gain is the accepted tokens of a draft that is verified whole; below 0 it is not known. The
+    free gain is that of drafts which cost no time, where others of a method do; and these others
+    have notes of their own.
     """
 
     num_verify_steps: int = 0
@@ -53,6 +57,14 @@ class RequestNote:
     is_cheap: bool = False
     gain: float = -1.0
     num_gains: int = 0
+    free_gain: float = 0.0
+    free_nodes: float = 0.0
+    members: dict[str, RequestNote] = field(default_factory=dict)
+
+    def learn_free(self, num_accepted: float, num_nodes: float) -> None:
+        """Learn what a step brought and held in which none of the costly members drafted."""
+        self.free_gain += (num_accepted - self.free_gain) / _GAIN_MEMORY
+        self.free_nodes += (num_nodes - self.free_nodes) / _GAIN_MEMORY
 
     def begin_gain(self, method: MethodNote) -> None:
         """Take a young request to be like the method's others."""
@@ -73,7 +85,9 @@ class MethodNote:
 
     Attributes:
         acceptance: Of its nodes.
+        by_depth: The same by depth alone, for forecasts of drafts that take time.
         unit_seconds: Of what its cost is counted by; ``None`` before it drafted.
+        num_costs: Drafts that this was learnt from.
         is_free: Whether its drafts cost next to nothing; ``None`` before it drafted.
         num_steps: Steps with a request of this method.
         off_until: The step until which it is off, for being dead; 0 where it is on.
@@ -85,7 +99,9 @@ class MethodNote:
     def __init__(self) -> None:
         """Know nothing yet."""
         self.acceptance = AcceptanceTable()
+        self.by_depth = AcceptanceTable()
         self.unit_seconds: float | None = None
+        self.num_costs = 0
         self.is_free: bool | None = None
         self.num_steps = 0
         self.off_until = 0
@@ -111,6 +127,8 @@ class View:
         context: Mean tokens of a segment in the cache.
         is_decoding: Whether all segments decode.
         asked: What was drafted, before trimming: that is what drafting took its time for.
+        keep: bool, which of its nodes were kept, and
+        acceptance: what was expected of each, float64; ``None`` before it is trimmed.
         read: A batch of drafts and what was read from it.
     """
 
@@ -154,6 +172,8 @@ class View:
             num_cached += segment.start
         self.context = num_cached / size
         self.asked: DraftBatch | None = None
+        self.keep: NDArray[np.bool_] | None = None
+        self.acceptance: Float64Array | None = None
         self.read: tuple[DraftBatch, Int64Array, Int64Array, Int64Array] | None = None
 
 

@@ -15,7 +15,9 @@ choice that depends on nothing but committed tokens. See ``DraftBatch.draft_prob
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from foredraft.params import VERIFICATIONS
@@ -49,6 +51,8 @@ class Needs:
             or nothing.
         learns: Whether what it drafts for one request depends on others before it. One that does
             not is kept where a comparison begins anew.
+        members: Where several draft together, those whose drafts take time, and how it is counted:
+            each gets its own share of the budget, ``Budgets.member_nodes``.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -58,6 +62,7 @@ class Needs:
     rules: tuple[str, ...] = VERIFICATIONS
     is_whole: bool = False
     learns: bool = True
+    members: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +100,12 @@ class Drafter(ABC):
             from the options given for the method.
         needs: What the engine must supply; a class attribute, or set by ``__init__`` where it
             depends on the config.
+        member_seconds: Wall time that each of ``needs.members`` took in the last ``propose``.
     """
 
     Config: ClassVar[type[Any]]
     needs: Needs = Needs()
+    member_seconds: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
     def __init__(self, config: Any, context: DrafterContext) -> None:

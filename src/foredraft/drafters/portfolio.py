@@ -6,12 +6,17 @@ of the joined tree fill the budget. Who proposed which node, and how sure of it,
 (``DraftBatch.votes``): the controller learns what each member's word is worth, per request, takes
 the best of them for a node, and keeps the nodes that pay.
 
-Under a classical rule the first member that serves it drafts alone.
+A member whose drafts take time (a draft model) drafts as much as it was given a budget for: the
+controller asks it where its draft is expected to pay beside the free ones. The free drafts are
+grafted onto its tree, one node where both agree.
+
+Under a classical rule the first free member that serves it drafts alone.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +28,7 @@ from numpy.typing import NDArray
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.errors import ConfigError
-from foredraft.registry import PORTFOLIO, drafter_class
+from foredraft.registry import PORTFOLIO, PORTFOLIO_MEMBERS, drafter_class
 from foredraft.types import (
     Budgets,
     DraftBatch,
@@ -54,7 +59,7 @@ class PortfolioConfig:
         ConfigError: No member, one that is named twice, or options of none.
     """
 
-    members: tuple[str, ...] = ("ngram", "suffix", "recycling", "prediction")
+    members: tuple[str, ...] = PORTFOLIO_MEMBERS
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,26 +93,36 @@ class PortfolioDrafter(Drafter):
             options = make_config(cls.Config, config.options.get(method, {}), f"method {method!r}")
             self.members[method] = cls(options, context)
         needs = [member.needs for member in self.members.values()]
+        costly = {
+            method: member.needs.cost
+            for method, member in self.members.items()
+            if member.needs.cost != "once"
+        }
         unfit = [
             method
             for method, member in self.members.items()
-            if member.needs.is_whole or member.needs.sees_noise or member.needs.draft_probs
+            if member.needs.is_whole
+            or (method not in costly and (member.needs.sees_noise or member.needs.draft_probs))
         ]
         if unfit:
             raise ConfigError(
                 f"members holds {', '.join(unfit)}, whose drafts cannot be joined with others or "
                 "trimmed; use it as a method of its own."
             )
-        costly = [method for method, member in self.members.items() if member.needs.cost != "once"]
-        if costly:
+        if len(costly) == len(self.members):
             raise ConfigError(
-                f"members holds {', '.join(costly)}, whose drafts take time by the token; allowed "
-                "are methods that draft in one go."
+                f"members holds {', '.join(costly)} alone, whose drafts take time; add a method "
+                "that drafts for free, or use it as a method of its own."
             )
+        self._free = [method for method in self.members if method not in costly]
+        free = [self.members[method].needs for method in self._free]
         self.needs = Needs(
             hidden_layers=tuple(sorted({layer for one in needs for layer in one.hidden_layers})),
-            rules=tuple(dict.fromkeys(rule for one in needs for rule in one.rules)),
+            rules=tuple(dict.fromkeys(rule for one in free for rule in one.rules)),
+            sees_noise=any(one.sees_noise for one in needs),
+            members=costly,
         )
+        self.member_seconds: dict[str, float] = {}
         _load_kernels()
 
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
@@ -115,13 +130,25 @@ class PortfolioDrafter(Drafter):
         rules = [segment.request.speculation.verification for segment in plan.segments]
         alone: dict[str, str] = {}
         for rule in set(rules) - {"walk"}:
-            serving = [m for m, member in self.members.items() if rule in member.needs.rules]
+            serving = [m for m in self._free if rule in self.members[m].needs.rules]
             alone[rule] = serving[0]
         batches, voters = [], []
+        self.member_seconds = {}
+        nothing = np.zeros_like(budgets.max_nodes)
         for method, member in self.members.items():
-            may = np.array([rule == "walk" or alone[rule] == method for rule in rules])
+            if method in self.needs.members:
+                may = np.array([rule == "walk" for rule in rules])
+                limits = budgets.member_nodes.get(method, nothing)
+                if not limits.any():
+                    continue
+            else:
+                may = np.array([rule == "walk" or alone[rule] == method for rule in rules])
+                limits = budgets.max_nodes
+            started = time.perf_counter()
             try:
-                batch = member.propose(plan, Budgets(np.where(may, budgets.max_nodes, 0)))
+                batch = member.propose(plan, Budgets(np.where(may, limits, 0)))
+                if method in self.needs.members:
+                    self.member_seconds[method] = time.perf_counter() - started
             except Exception as error:
                 if alone:
                     raise  # under a classical rule nothing may be dropped unsaid

@@ -116,7 +116,15 @@ class Drafting:
         batches = []
         for method in wanted:
             started = time.perf_counter()
-            own = Budgets(np.where(methods == method, budgets.max_nodes, 0))
+            is_own = methods == method
+            own = Budgets(
+                np.where(is_own, budgets.max_nodes, 0),
+                {
+                    name: np.where(is_own, nodes, 0)
+                    for name, nodes in budgets.member_nodes.items()
+                    if name in self._drafters[method].needs.members
+                },
+            )
             try:
                 batch = self._drafters[method].propose(plan, own)
             except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
@@ -125,7 +133,10 @@ class Drafting:
                 self._fail(method, dict.fromkeys(drafted, problem), plan, error)
                 continue
             batches.append(self._checked(method, batch, own, plan))
-            self.seconds[method] = time.perf_counter() - started
+            taken = time.perf_counter() - started
+            members = self._drafters[method].member_seconds
+            self.seconds[method] = taken - sum(members.values())
+            self.seconds.update(members)
         if not batches:
             return DraftBatch.empty(num_segments)
         return batches[0] if len(batches) == 1 else _merge(batches, num_segments)

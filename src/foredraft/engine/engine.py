@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from foredraft.config import EngineConfig
-from foredraft.control import controller
+from foredraft.control import kernels
 from foredraft.control.allocate import Allocation
 from foredraft.control.controller import Controller, MethodTraits
 from foredraft.control.cost_table import CostTable
@@ -86,7 +86,7 @@ class Engine:
         self.last_step: StepStats | None = None
         self.stats = EngineStats()
         verification.load_kernels()
-        controller.load_kernels()
+        kernels.load_kernels()
         self._num_requests = 0
 
     @property
@@ -224,7 +224,7 @@ class Engine:
 
     def _traits(self, method: str) -> MethodTraits:
         needs = self.drafting.needs(method)
-        return MethodTraits(needs.cost, needs.sees_noise, needs.is_whole)
+        return MethodTraits(needs.cost, needs.sees_noise, needs.is_whole, needs.members)
 
     def _with_prediction_ids(self, speculation: SpeculationParams) -> SpeculationParams:
         """The params with the prediction as token ids, which must fit into the context."""

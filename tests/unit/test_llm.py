@@ -222,7 +222,7 @@ def test_lists_of_parameters_must_fit(llm: LLM, sampling: Any, expected: str) ->
 
 
 def test_a_method_that_is_not_there_is_an_error_of_its_prompt_alone(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="allowed is one of none, auto, draft-model, ngram"):
+    with pytest.raises(InvalidRequestError, match="allowed is one of none, auto, draft-model"):
         llm.generate(PROMPT, GREEDY, SpeculationParams("ngrams"))
     outputs = llm.generate([PROMPT, PROMPT], GREEDY, [SpeculationParams("ngrams"), PLAIN])
     assert [o.finish_reason for o in outputs] == ["error", "length"]

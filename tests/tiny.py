@@ -141,6 +141,16 @@ def family_target(
     return prepare_target(family, family_model(family, dtype, seed), None, CONTEXT)
 
 
+def near_target(noise: float = 0.03) -> Target:
+    """A tiny model that nearly agrees with ``family_target("llama")``."""
+    model = family_model("llama")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    return prepare_target("near", model, None, CONTEXT)
+
+
 class TableModel:
     """A target whose logits are a table indexed by the row's own token: exact probabilities.
 

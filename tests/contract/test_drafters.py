@@ -17,7 +17,7 @@ from foredraft.drafters.recycling import RecyclingDrafter
 from foredraft.drafters.synthetic import SyntheticDrafter
 from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError, InvalidRequestError
-from foredraft.model.loader import Target, prepare_target
+from foredraft.model.loader import Target
 from foredraft.params import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculationParams
 from foredraft.registry import METHODS, PLAIN, drafter_class
 from foredraft.tree import tree
@@ -31,11 +31,10 @@ from foredraft.types import (
     Verdict,
 )
 from tests.tiny import (
-    CONTEXT,
     VOCAB,
     engine,
-    family_model,
     family_target,
+    near_target,
     run,
     run_to_end,
     warnings_logged,
@@ -64,12 +63,7 @@ def make(method: str, vocab_size: int = SMALL, max_model_len: int = 512) -> Draf
 
 @functools.cache
 def _near_target() -> Target:
-    model = family_model("llama")
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.03)
-    return prepare_target("near", model, None, CONTEXT)
+    return near_target()
 
 
 def engine_for(method: str, target: Target, **options: Any) -> Engine:

@@ -25,6 +25,7 @@ from tests.tiny import (
     engine,
     family_model,
     family_target,
+    near_target,
     run,
     run_to_end,
     table_target,
@@ -34,16 +35,6 @@ from tests.tiny import (
 METHOD = "draft-model"
 _RNG = np.random.default_rng(3)
 PROMPTS = [_RNG.integers(3, VOCAB, n).tolist() for n in (50, 1, 23, 9, 37)]
-
-
-def near(target_seed: int = 0, noise: float = 0.02) -> Target:
-    """A model that nearly agrees with the tiny target of that seed."""
-    model = family_model("llama", seed=target_seed)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * noise)
-    return prepare_target("near", model, None, CONTEXT)
 
 
 def drafter(model: Target, max_num_requests: int = 8, **options: object) -> DraftModelDrafter:
@@ -81,7 +72,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(
 @pytest.mark.parametrize("children", [1, 3])
 def test_the_cache_holds_what_reading_anew_would(children: int) -> None:
     """After accepted, refused and trimmed drafts, it drafts as one that meets the text first."""
-    model = near()
+    model = near_target()
     old = drafter(model, num_children=children)
     rng = np.random.default_rng(5)
     texts = {f"r{i}": rng.integers(3, VOCAB, 5 + i).tolist() for i in range(4)}
@@ -131,7 +122,7 @@ def test_long_texts_are_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompts_are_read_beside_the_target() -> None:
     """So that the first draft does not wait for them."""
-    own = drafter(near())
+    own = drafter(near_target())
     the_engine = engine(family_target("llama"), {METHOD: own}, max_num_batched_tokens=16)
     name = the_engine.add(PROMPTS[0], samplings(0.0)[0], SpeculationParams(METHOD, 4))
     the_engine.step()
@@ -154,7 +145,7 @@ def test_a_text_beyond_the_draft_models_context_is_not_drafted() -> None:
 
 def test_more_requests_than_slots() -> None:
     """The one that has waited longest is read again when it comes back."""
-    own = drafter(near(), max_num_requests=2)
+    own = drafter(near_target(), max_num_requests=2)
 
     def propose(names: list[str]) -> list[int]:
         segments = []
@@ -228,7 +219,7 @@ def test_a_branch_ends_where_it_is_unlikely() -> None:
     target = family_target("llama")
     lengths = []
     for least in (0.0, 0.9):
-        own = drafter(near(noise=0.1), min_confidence=least)
+        own = drafter(near_target(noise=0.1), min_confidence=least)
         ended = run_to_end(
             engine(target, {METHOD: own}), PROMPTS, samplings(1.0), SpeculationParams(METHOD, 8)
         )
@@ -240,7 +231,7 @@ def test_a_tree_is_accepted_more_than_its_best_chain() -> None:
     target = family_target("llama")
     accepted = []
     for children in (1, 4):
-        own = drafter(near(noise=0.1), num_children=children, max_depth=3)
+        own = drafter(near_target(noise=0.1), num_children=children, max_depth=3)
         ended = run_to_end(
             engine(target, {METHOD: own}), PROMPTS, samplings(1.0), SpeculationParams(METHOD, 24)
         )

@@ -15,7 +15,7 @@ choice that depends on nothing but committed tokens. See ``DraftBatch.draft_prob
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -174,3 +174,15 @@ class Drafter(ABC):
             request_id: The request that ended, for whatever reason.
         """
         return None
+
+
+def close_all(drafters: Iterable[Drafter]) -> None:
+    """Close every drafter, and then raise the first error that one of them raised."""
+    errors = []
+    for drafter in drafters:
+        try:
+            drafter.close()
+        except Exception as error:  # noqa: BLE001 - the others are to be closed all the same
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -201,22 +201,17 @@ class DraftModelDrafter(Drafter):
             logits = by_target_id(logits, self._columns)
         counts = [len(growth.frontier) for growth in growing]
         ends = np.cumsum(counts).tolist()
-        is_coupled = np.repeat([growth.is_coupled for growth in growing], counts)
-        token_ids: Int64Array = np.empty((0, self.config.num_children), dtype=np.int64)
-        confidence = np.empty(token_ids.shape)
-        if is_coupled.any():
-            rows = np.nonzero(is_coupled)[0]
-            chosen = logits[torch.from_numpy(rows).to(logits.device)]
+        rows = np.nonzero(np.repeat([growth.is_coupled for growth in growing], counts))[0]
+        token_ids = np.zeros((len(logits), self.config.num_children), dtype=np.int64)
+        confidence = np.zeros(token_ids.shape)
+        if len(rows):
             coupled = [growth for growth in growing if growth.is_coupled]
-            found, sure = choose(
-                chosen,
+            token_ids[rows], confidence[rows] = choose(
+                logits[torch.from_numpy(rows).to(logits.device)],
                 [growth.segment.request for growth in coupled for _ in growth.frontier],
                 np.concatenate([growth.positions() for growth in coupled]),
                 self.config.num_children,
             )
-            token_ids = np.zeros((len(logits), self.config.num_children), dtype=np.int64)
-            confidence = np.zeros(token_ids.shape)
-            token_ids[rows], confidence[rows] = found, sure
         columns = self.vocabulary.columns
         assert columns is not None
         for growth, count, end in zip(growing, counts, ends, strict=True):

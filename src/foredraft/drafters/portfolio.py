@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.config import make_config
-from foredraft.drafters.base import Drafter, DrafterContext, Needs
+from foredraft.drafters.base import Drafter, DrafterContext, Needs, close_all
 from foredraft.errors import ConfigError
 from foredraft.registry import PORTFOLIO, PORTFOLIO_MEMBERS, drafter_class
 from foredraft.types import (
@@ -177,14 +177,7 @@ class PortfolioDrafter(Drafter):
 
     def close(self) -> None:
         """Close every member."""
-        errors = []
-        for member in self.members.values():
-            try:
-                member.close()
-            except Exception as error:  # noqa: BLE001 - the others are to be closed all the same
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        close_all(self.members.values())
 
     def _each(self, call: Callable[[Drafter], None]) -> None:
         """Call every member; one that raises hurts no other."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foredraft.config import make_config
-from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.base import DrafterContext, close_all
 from foredraft.errors import InvalidRequestError
 from foredraft.registry import PLAIN, drafter_class
 from foredraft.tree import tree
@@ -168,14 +168,7 @@ class Drafting:
 
     def close(self) -> None:
         """Let every drafter save what it keeps."""
-        errors = []
-        for drafter in self._drafters.values():
-            try:
-                drafter.close()
-            except Exception as error:  # noqa: BLE001 - the others are to be closed all the same
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        close_all(self._drafters.values())
 
     def forget(self, request: Request) -> None:
         """Let the request's drafter drop what it keeps of it."""

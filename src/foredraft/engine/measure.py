@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -49,14 +49,6 @@ class Clock(Protocol):
         Draft nodes are spread evenly, what is left over going to the first requests; or every
         other request has twice its share and the rest none.
         """
-        ...
-
-
-class IsOver(Protocol):
-    """Says whether it is time to stop."""
-
-    def __call__(self) -> bool:
-        """Answer."""
         ...
 
 
@@ -183,7 +175,7 @@ def time_rows(
     seconds: Clock,
     rows: Sequence[int],
     rounds: int,
-    is_over: IsOver = lambda: False,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[int, list[float]]:
     """Time each number of rows so many times in a row, after one that is not counted.
 

@@ -20,7 +20,7 @@ from tests.unit.test_plan_planner import make_profile
 ABLE = {
     "vllm": {"ngram", "suffix", "draft-model", "eagle", "eagle3", "mtp"},
     "sglang": {"ngram", "draft-model", "eagle", "eagle3", "mtp"},
-    "tensorrt-llm": {"ngram", "suffix", "draft-model", "eagle", "eagle3", "mtp"},
+    "tensorrt-llm": {"ngram", "suffix", "draft-model", "eagle3", "mtp"},
     "llama.cpp": {"ngram", "draft-model", "eagle3", "mtp"},
     "tgi": {"ngram", "medusa"},
     "ollama": {"draft-model", "mtp"},

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foredraft.environment import cpu_name, versions
 from foredraft.errors import PlanError, ProfileError
 from foredraft.plan import make_plan
-from foredraft.plan.acceptance import Survival, estimate_survival
+from foredraft.plan.acceptance import Survival, SurvivalEstimate, estimate_survival
 from foredraft.plan.check import check_traces
 from foredraft.plan.engines import emit
 from foredraft.plan.profile import DraftTime, PassTime, Profile
@@ -158,7 +159,10 @@ def test_a_trace_survives_writing_and_reading(tmp_path: Path) -> None:
     steps = ((4, 2, True), (0, 0, False), (6, 6, False))
     assert read_trace(path, "ngram") == [RequestTrace("ngram", 1, 0.0, 12, steps)]
     assert read_trace(path, "suffix") == [RequestTrace("suffix", 2, 0.7, 3, (), 0.25, 0.125)]
-    with pytest.raises(ProfileError, match="methods ngram, suffix; choose one with --method"):
+    append_trace(path, [trace_line("auto", 1, 0.0, 1, [], is_auto=True, model="m")])
+    (auto,) = read_trace(path, "auto")
+    assert auto.is_auto and auto.model == "m"
+    with pytest.raises(ProfileError, match="methods auto, ngram, suffix; choose one with --method"):
         read_trace(path)
     with pytest.raises(ProfileError, match="none of the method eagle"):
         read_trace(path, "eagle")
@@ -203,6 +207,34 @@ def test_missing_and_empty_traces(tmp_path: Path) -> None:
         read_trace(tmp_path / "empty.jsonl")
     with pytest.raises(ProfileError, match="a request cannot be traced: a step accepted 2 of 1"):
         trace_line("ngram", 1, 0.0, 3, [[1, 2]])
+
+
+def test_a_trace_that_auto_made_is_said_to_flatter() -> None:
+    """Whatever its steps look like: the trace says so itself."""
+    steps = ((0, 0, False), (2, 2, False), (8, 8, False))
+    for is_auto in (True, False):
+        request = RequestTrace("ngram", 1, 0.0, 14, steps, is_auto=is_auto)
+        plan = make_plan(estimate=estimate_survival([request] * 9), alpha=0.05)
+        assert any("flatters long drafts" in note for note in plan.notes) == is_auto
+
+
+def test_a_profile_from_elsewhere_is_said_so() -> None:
+    """Of another machine, other versions, or of another model than the trace."""
+    here = replace(make_profile({1: 0.05}), machine={"cpu": cpu_name()}, versions=versions())
+    request = RequestTrace("ngram", 1, 0.0, 14, ((4, 2, True),), model="tiny")
+    estimate = estimate_survival([request] * 9)
+
+    def notes(profile: Profile, recorded: SurvivalEstimate = estimate) -> str:
+        return " ".join(make_plan(estimate=recorded, profile=profile).notes)
+
+    assert "the profile was measured" not in notes(here)
+    assert "recorded with" not in notes(here)
+    other = replace(here, machine={"cpu": "Other CPU"})
+    assert "measured on another machine (Other CPU; this one is" in notes(other)
+    old = replace(here, versions={**versions(), "torch": "1.0"})
+    assert "was measured with torch 1.0 (here" in notes(old)
+    recorded = estimate_survival([replace(request, model="large")] * 9)
+    assert "recorded with large, and the profile is of tiny" in notes(here, recorded)
 
 
 def test_the_arithmetic_is_held_against_the_clock() -> None:
@@ -300,6 +332,13 @@ def test_a_mixture_loses_at_small_batch_first() -> None:
     small = Roofline(ModelShape.from_config(MIXTRAL), find_hardware("L4"))
     notes = make_plan(acceptance=0.7, roofline=small, batches=[1]).notes
     assert any("0 requests fit" in note for note in notes)
+    verdict = make_plan(acceptance=0.7, roofline=small, batches=[1, 16]).verdict
+    assert "But the model does not fit into the memory of one L4." in verdict
+    assert "every batch known" not in verdict
+    dense = Roofline(ModelShape.from_config(LLAMA), find_hardware("H100-SXM"))
+    verdict = make_plan(acceptance=0.7, roofline=dense, batches=[4000]).verdict
+    assert "requests of this context fit into the memory of one H100-SXM." in verdict
+    assert "fit into" not in make_plan(acceptance=0.7, roofline=dense, batches=[1]).verdict
 
 
 def test_from_a_profile() -> None:

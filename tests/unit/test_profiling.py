@@ -26,6 +26,7 @@ from foredraft.engine.measure import (
 from foredraft.errors import ProfileError
 from foredraft.model.machine import identity, machine, model_hash
 from foredraft.plan.profile import PassTime, Profile, load_profile, profile_path
+from foredraft.plan.profile import _checksum as profile_checksum
 from foredraft.plan.trace import read_trace
 from tests.folders import make_folder, make_parrot
 from tests.tiny import engine, family_target, run, warnings_logged
@@ -195,6 +196,24 @@ def test_it_is_kept_and_found_again(measured: Profile, cache: Path) -> None:
     assert profiling.known_profile(target) == measured
     assert profiling.known_profile(family_target("qwen3")) is None
     assert not list(path.parent.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("machine", {"cpu": "x"}), ("machine", None), ("versions", None), ("model", 3)],
+)
+def test_a_profile_that_lacks_facts_is_not_used(
+    measured: Profile, cache: Path, field: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though its checksum is right."""
+    path = profile_path(measured.model_hash, measured.dtype, identity(machine()))
+    content = json.loads(measured.to_json())["profile"] | {field: value}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({"format": 2, "sha256": profile_checksum(content), "profile": content})
+    )
+    assert profiling.known_profile(family_target("llama")) is None
+    assert "measure again" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,8 @@ def _workloads(
                     drafted.steps,
                     drafted.elapsed_s - drafted.first_token_s,
                     (beside.elapsed_s - beside.first_token_s) / beside.num_verify_steps,
+                    is_auto=_NGRAM.is_auto,
+                    model=llm.engine.target.name,
                 )
             ]
         )

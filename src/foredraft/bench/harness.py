@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from foredraft.model.machine import machine, versions
+from foredraft.environment import versions
+from foredraft.model.machine import machine
 
 
 def interleave(

@@ -121,6 +121,8 @@ class Side:
                 state.stats.decode_s or None,
                 plain_step_s,
                 state.stats.members,
+                self._speculation.is_auto,
+                self.engine.target.name,
             )
             for state in self._states
             if state.stats.steps

@@ -235,7 +235,15 @@ def generate(
                 num_tokens, steps = result["num_tokens"], result["steps"]
                 seconds, members = result["decode_s"] or None, result["members"]
                 line = trace_line(
-                    method, 1, temperature, num_tokens, steps, seconds, members=members
+                    method,
+                    1,
+                    temperature,
+                    num_tokens,
+                    steps,
+                    seconds,
+                    members=members,
+                    is_auto=speculation.is_auto,
+                    model=llm.engine.target.name,
                 )
                 append_trace(trace, [line])
             if stats and not as_json and "steps" in result:

@@ -28,8 +28,9 @@ from foredraft.engine.measure import (
     time_padding,
     time_rows,
 )
+from foredraft.environment import versions
 from foredraft.errors import ProfileError
-from foredraft.model.machine import identity, machine, model_hash, versions
+from foredraft.model.machine import identity, machine, model_hash
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import DraftTime, Profile, load_profile, profile_path, stability
 from foredraft.registry import PLAIN, drafter_class

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foredraft import families
 from foredraft.config import EngineConfig
 from foredraft.errors import ModelLoadError
 from foredraft.model import packed_linear
@@ -43,25 +44,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("foredraft")
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_RECURRENT_TYPES = {
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "lfm2",
-    "lfm2_moe",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "nemotron_h",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "zamba",
-    "zamba2",
-}
 _CHANGING_ROPE = {"dynamic", "longrope"}
 _DEFAULT_LENGTH = 2048
 """Context of a model that states none."""
@@ -241,7 +223,7 @@ def _refuse_unsuitable(name: str, config: PretrainedConfig) -> None:
         )
     layer_types = set(getattr(text_config, "layer_types", None) or _ATTENTION_LAYERS)
     others = sorted(layer_types - _ATTENTION_LAYERS)
-    if model_type in _RECURRENT_TYPES or others:
+    if model_type in families.RECURRENT or others:
         kind = f"layers of kind {', '.join(others)}" if others else "recurrent layers"
         raise ModelLoadError(
             f"{name} ({model_type}) has {kind}; foredraft can roll back full and sliding-window "

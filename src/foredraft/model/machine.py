@@ -1,4 +1,4 @@
-"""What figures were measured on: the machine, and the versions of what decides them."""
+"""What figures were measured on: the machine, and the model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+
+from foredraft.environment import cpu_name
 
 if TYPE_CHECKING:
     from foredraft.model.loader import Target
@@ -22,34 +22,13 @@ _SAMPLE = 4096
 def machine() -> dict[str, Any]:
     """Say what the figures were measured on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.system(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the figures."""
-    found = {"python": platform.python_version()}
-    for package in ("foredraft", "torch", "transformers", "numba", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
 
 
 def model_hash(target: Target) -> str:
@@ -69,4 +48,4 @@ def model_hash(target: Target) -> str:
 
 def identity(described: Mapping[str, Any]) -> dict[str, Any]:
     """The part of :func:`machine` that a measured time depends on."""
-    return {key: described[key] for key in ("cpu", "num_cores", "num_threads", "gpu")}
+    return {key: described.get(key) for key in ("cpu", "num_cores", "num_threads", "gpu")}

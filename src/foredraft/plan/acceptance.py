@@ -183,8 +183,9 @@ class SurvivalEstimate:
             many tokens and had all the earlier ones accepted.
         acceptance: Accepted over tested: the estimate of a constant acceptance; ``None`` where
             nothing was drafted.
-        is_chosen: Whether in some steps no draft was allowed: somebody chose how much to draft by
-            how good it would be.
+        is_chosen: Whether the number of draft tokens was decided at every step, by how good they
+            would be.
+        models: The targets that they were recorded with, as far as the trace says.
         replicates: The estimate from data drawn again with replacement; what differs between them
             is what is not known.
     """
@@ -195,6 +196,7 @@ class SurvivalEstimate:
     acceptance: float | None
     replicates: tuple[Survival, ...]
     is_chosen: bool = False
+    models: tuple[str, ...] = ()
 
     def interval(self, position: int) -> tuple[float, float]:
         """Bounds of the survival of a position, from 1, at ``CONFIDENCE``."""
@@ -265,11 +267,9 @@ def estimate_survival(
         for key, times in again.items():
             drawn.add(_Counts(key[0], key[1], list(key[2]), list(key[3])), times)
         replicates.append(drawn.survival())
-    is_chosen = any(
-        step[0] == 0 and len(step) > 2 and step[2] for r in requests for step in r.steps
-    )
     return SurvivalEstimate(
-        is_chosen=is_chosen,
+        models=tuple(sorted({request.model for request in requests if request.model})),
+        is_chosen=any(request.is_auto for request in requests),
         survival=total.survival(),
         num_steps=num_steps,
         num_trials=tuple(total.trials),

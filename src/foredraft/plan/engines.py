@@ -209,18 +209,21 @@ def _tensorrt(wish: _Wish) -> EngineConfig:
         "ngram": "NGram",
         "suffix": "SA",
         "draft-model": "Draft_Target",
-        "eagle": "Eagle",
         "eagle3": "Eagle3",
         "mtp": "MTP",
     }
     if wish.method not in types:
-        return _cannot("tensorrt-llm", "its PyTorch backend does not load Medusa heads")
+        why = {
+            "eagle": "its PyTorch backend loads EAGLE-3 heads only",
+            "medusa": "its PyTorch backend does not load Medusa heads",
+        }
+        return _cannot("tensorrt-llm", why[wish.method])
     lines = [
         "speculative_config:",
         f"  decoding_type: {types[wish.method]}",
         f"  max_draft_len: {wish.most}",
     ]
-    if wish.method in _WITH_DRAFT_MODEL:
+    if wish.names_draft_model:
         lines.append(f"  speculative_model: {json.dumps(wish.draft_model)}")
     if wish.method == "ngram":
         lines.append(f"  max_matching_ngram_size: {_LONGEST_MATCH}")

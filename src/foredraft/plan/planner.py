@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foredraft.environment import cpu_name, versions
 from foredraft.errors import PlanError
 from foredraft.plan.acceptance import (
     Survival,
@@ -322,13 +323,23 @@ def _verdict(
         )
         if cell.spans_one:
             sentences.append(_doubt(cell))
+    if isinstance(terms, RooflineTerms):
+        fits = terms.roofline.most_requests(terms.context)
+        if fits is not None and fits < batch.num_requests:
+            sentences.append(
+                f"But only {fits} requests of this context fit into the memory of one "
+                f"{terms.roofline.hardware.name}."
+                if fits
+                else f"But the model does not fit into the memory of one "
+                f"{terms.roofline.hardware.name}."
+            )
     if edge is not None and edge > batch.num_requests:
         if cell.speedup <= 1.0 and edge > 1:
             sentences.append(f"It pays at larger batches, up to {edge - 1}.")
         sentences.append(f"Leave it off from batch {edge} on.")
     elif edge is None and known and cell.speedup <= 1.0:
         sentences.append(f"It pays at larger batches, up to {known[-1]}, the largest known.")
-    elif edge is None and known:
+    elif edge is None and len(known) > 1:
         sentences.append(f"Some draft pays at every batch known, {known[0]} to {known[-1]}.")
     return " ".join(sentences)
 
@@ -347,12 +358,35 @@ def _doubt(cell: PlanCell) -> str:
     )
 
 
+def _elsewhere(profile: Profile) -> list[str]:
+    """What tells a profile from one that would be measured here and now."""
+    notes = []
+    theirs, ours = profile.machine.get("cpu"), cpu_name()
+    if theirs is not None and theirs != ours:
+        notes.append(
+            f"the profile was measured on another machine ({theirs}; this one is {ours}), and the "
+            "plan holds for that one"
+        )
+    here = versions()
+    others = [
+        f"{package} {profile.versions[package]} (here {here[package]})"
+        for package in ("foredraft", "torch", "transformers")
+        if package in profile.versions and profile.versions[package] != here[package]
+    ]
+    if others:
+        notes.append(
+            f"the profile was measured with {', '.join(others)}; measure again with 'foredraft "
+            "profile'"
+        )
+    return notes
+
+
 def _measured_notes(terms: MeasuredTerms, rows: Sequence[BatchPlan], most: int) -> list[str]:
     """Where the costs are from, and where they were not measured."""
     profile = terms.profile
     measured = [row.num_requests for row in rows if row.num_requests in profile.batches()]
     contexts = {batch: terms.context_of(batch) for batch in measured}
-    notes = []
+    notes = _elsewhere(profile)
     if contexts:
         if len(set(contexts.values())) == 1:
             where = f"{next(iter(contexts.values()))} tokens of context"
@@ -417,6 +451,12 @@ def _notes(
         )
     if isinstance(terms, MeasuredTerms):
         notes += _measured_notes(terms, rows, most)
+        others = [] if estimate is None else set(estimate.models) - {terms.profile.model}
+        if others:
+            notes.append(
+                f"the steps were recorded with {', '.join(sorted(others))}, and the profile is of "
+                f"{terms.profile.model}; the plan holds for neither unless they are one model"
+            )
     if isinstance(terms, RooflineTerms):
         notes.append(
             "a roofline takes every kernel to reach the machine's peak and drafting to cost the "

@@ -106,6 +106,17 @@ class Profile:
 
     def __post_init__(self) -> None:
         """Check what the arithmetic relies on."""
+        for name in ("model", "model_hash", "dtype", "device", "created_at"):
+            if not isinstance(getattr(self, name), str):
+                raise ProfileError(
+                    f"the profile's {name} is {getattr(self, name)!r}, not a text; measure again."
+                )
+        for name in ("machine", "versions"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ProfileError(
+                    f"the profile's {name} is {getattr(self, name)!r:.40}, not an object; measure "
+                    "again."
+                )
         if not self.passes:
             raise ProfileError("the profile holds no pass; measure it again.")
         for cell in self.passes:
@@ -219,7 +230,11 @@ class Profile:
         """Draft time of a method in plain decode steps, per what its cost counts."""
         if method not in self.drafts:
             known = ", ".join(self.drafts) or "none"
-            raise ProfileError(f"the profile holds no draft time of {method!r}; it has {known}.")
+            raise ProfileError(
+                f"the profile holds no draft time of {method!r}; it has "
+                f"{known}. Give t_draft (--t-draft), in plain decode steps, and how it counts "
+                "(--draft-cost)."
+            )
         return self.drafts[method].seconds / self.t_decode(num_requests)
 
     def to_json(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foredraft import families
 from foredraft.errors import PlanError
 
 _BITS_BY_TYPE = {
@@ -170,6 +171,17 @@ class ModelShape:
         inner = config.get("text_config")
         if isinstance(inner, Mapping):
             config = {**config, **inner}
+        kind = config.get("model_type")
+        if kind in families.RECURRENT:
+            raise PlanError(
+                f"the model config is of {kind}, some of whose layers keep a state; the arithmetic "
+                "is for models of attention layers alone. Give the config.json of one of these."
+            )
+        if kind in families.ENCODERS and config.get("is_decoder") is not True:
+            raise PlanError(
+                f"the model config is of {kind}, which writes no text; the arithmetic is for "
+                "decoder-only models. Give the config.json of one of these."
+            )
         fields = _Fields(config)
         hidden = fields.count("hidden_size", "n_embd", "d_model")
         num_layers = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -271,8 +271,8 @@ class MeasuredTerms:
         if not measured[0] < num_requests < measured[-1]:
             raise PlanError(
                 f"batch is {num_requests}, but the profile was measured from {measured[0]} to "
-                f"{measured[-1]} requests; choose one of these, or measure more with 'foredraft "
-                "profile'."
+                f"{measured[-1]} requests; choose one in between, or plan with --model-config and "
+                "the machine's figures."
             )
         high = next(batch for batch in measured if batch > num_requests)
         low = max(batch for batch in measured if batch < num_requests)

@@ -8,8 +8,9 @@
 allowed to be, or trimmed, and 0 if the drafter had no more. Without it, 1 is taken, and 0 where
 nothing was drafted. ``decode_s``, the seconds of these steps, and ``plain_step_s``, those of a
 plain step measured beside them, may be there too; and ``members``, where several methods drafted
-together: for each what it proposed and what was accepted of it. Keys that are not named here are
-for others and are left alone.
+together: for each what it proposed and what was accepted of it. ``is_auto`` is true where the
+number of draft tokens was decided at every step, and ``model`` names the target. Keys that are not
+named here are for others and are left alone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class RequestTrace:
             was cut.
         decode_s: Seconds of these steps; ``None`` where they were not timed.
         plain_step_s: Of a plain step of the same batch, measured beside them; ``None`` likewise.
+        is_auto: Whether the number of draft tokens was decided at every step.
+        model: The target's name; empty where it was not recorded.
     """
 
     method: str
@@ -45,6 +48,8 @@ class RequestTrace:
     steps: tuple[Sequence[int], ...]
     decode_s: float | None = None
     plain_step_s: float | None = None
+    is_auto: bool = False
+    model: str = ""
 
 
 def trace_line(
@@ -56,6 +61,8 @@ def trace_line(
     decode_s: float | None = None,
     plain_step_s: float | None = None,
     members: Mapping[str, Sequence[int]] | None = None,
+    is_auto: bool = False,
+    model: str = "",
 ) -> str:
     """Return the line of a finished request, without its end of line.
 
@@ -72,6 +79,10 @@ def trace_line(
     for name, value in (("decode_s", decode_s), ("plain_step_s", plain_step_s)):
         if value is not None:
             content[name] = round(float(value), 7)
+    if is_auto:
+        content["is_auto"] = True
+    if model:
+        content["model"] = model
     if members:
         content["members"] = {method: list(counts) for method, counts in members.items()}
     try:
@@ -164,6 +175,8 @@ def _request(content: Any) -> RequestTrace:
         steps=tuple(steps),
         decode_s=_seconds("decode_s", content.get("decode_s")),
         plain_step_s=_seconds("plain_step_s", content.get("plain_step_s")),
+        is_auto=content.get("is_auto", False) is True,
+        model=str(content.get("model", "")),
     )
 
 

@@ -14,7 +14,10 @@ from foredraft.errors import PlanError
 from foredraft.plan import make_plan
 from foredraft.plan.engines import ENGINES, METHODS, EngineConfig, emit
 from foredraft.plan.result import Plan
+from foredraft.plan.roofline import Roofline, find_hardware
+from foredraft.plan.shape import ModelShape
 from tests.unit.test_plan_planner import make_profile
+from tests.unit.test_plan_roofline import LLAMA
 
 # What each engine can be told, by method; the rest gets a sentence.
 ABLE = {
@@ -150,3 +153,19 @@ def test_bad_input() -> None:
     own = make_plan(method="mine", acceptance=0.8, alpha=0.1, draft_cost="once")
     with pytest.raises(PlanError, match="other engines have no name"):
         emit(own, "vllm")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "tensorrt-llm"])
+def test_a_schedule_goes_as_far_as_the_verdict(engine: str) -> None:
+    """Not to the largest batch that was looked at alone: beyond it drafting would be off."""
+    roofline = Roofline(ModelShape.from_config(LLAMA), find_hardware("H100-SXM"))
+    plan = make_plan(acceptance=0.7, roofline=roofline, method="eagle3", t_draft=0.04)
+    assert plan.break_even_batch is None and plan.most_known_batch is not None
+    assert plan.most_known_batch > max(row.num_requests for row in plan.batches)
+    assert str(plan.most_known_batch) in emit(plan, engine).text
+
+
+def test_a_module_of_its_own_is_named_to_tensorrt() -> None:
+    plan = _plan("mtp", draft_cost="per_token")
+    assert "org/HEAD" in emit(plan, "tensorrt-llm", "org/HEAD").text
+    assert "speculative_model" not in emit(plan, "tensorrt-llm").text

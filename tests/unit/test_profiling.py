@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,9 +183,25 @@ def test_what_a_profile_holds(measured: Profile) -> None:
     for batch in measured.batches():
         assert measured.t_decode(batch) > measured.host_seconds > 0
         assert measured.alpha(batch) >= 0 and measured.verify_cost(0, batch) == pytest.approx(1)
-    assert set(measured.drafts) == {"ngram", "prediction", "suffix"}
+    free = {"ngram", "prediction", "suffix", "recycling", "lookahead", "auto"}
+    assert set(measured.drafts) == free
+    assert all(0 < drafted.seconds < 0.05 for drafted in measured.drafts.values())
     assert 0 < measured.drafts["ngram"].seconds < 0.01 and measured.drafts["ngram"].cost == "once"
     assert measured.machine == machine() and measured.versions["foredraft"]
+
+
+def test_time_is_kept_even_where_a_pass_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the smallest shape is measured, and no other is begun."""
+    timed: list[int] = []
+
+    def slowly(seconds: object, rows: list[int], rounds: int) -> dict[int, list[float]]:
+        timed.append(rows[-1])
+        time.sleep(0.3)
+        return {number: [0.1, 0.1] for number in rows}
+
+    monkeypatch.setattr(profiling, "time_rows", slowly)
+    found = profiling.measure_profile(engine(family_target("llama")), max_seconds=0.2)
+    assert len(timed) == 1 and found.batches() == [1] and not found.paddings
 
 
 def test_it_is_kept_and_found_again(measured: Profile, cache: Path) -> None:
@@ -269,11 +286,18 @@ def test_the_engine_uses_a_kept_profile(
 def test_on_the_command_line(run_it: Run, folder: Path, cache: Path, tmp_path: Path) -> None:
     out_path = tmp_path / "profile.json"
     code, out, err = run_it("profile", folder, "--seconds", 1, "--out", out_path)
-    assert (code, err) == (0, "")
+    assert code == 0 and err == f"Measuring {folder} for up to 1 s.\n"
     assert "1.2 to 1.5 is usual" in out and "alpha" in out and "draft time of ngram" in out
     assert load_profile(out_path).model == str(folder)
-    code, again, _ = run_it("profile", folder)
-    assert code == 0 and "measured before" in again
+    found = load_profile(out_path)
+    kept = profile_path(found.model_hash, found.dtype, identity(machine()))
+    dataclasses.replace(found, stability=0.4).save(kept)
+    code, again, err = run_it("profile", folder, "--seconds", 1)
+    assert code == 0 and "is restless" in err and "measured before" not in again
+    dataclasses.replace(found, stability=0.01).save(kept)
+    code, again, err = run_it("profile", folder)
+    assert (code, err) == (0, "") and "measured before" in again
+    assert "busy with other things" not in again
     code, text, _ = run_it("profile", folder, "--json")
     assert json.loads(text)["profile"]["model_hash"] == load_profile(out_path).model_hash
     code, text, _ = run_it("plan", "--profile", out_path, "--acceptance", 0.8, "--json")
@@ -323,7 +347,7 @@ def test_a_cache_that_cannot_be_written_loses_nothing(
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
     code, out, err = run_it("profile", folder, "--seconds", 1)
     assert code == 0 and "1.2 to 1.5 is usual" in out and "kept in" not in out
-    assert "cannot be kept" in err and err.count("\n") == 1
+    assert "cannot be kept" in err and err.count("\n") == 2
 
 
 def test_figures_of_a_run(folder: Path, cache: Path) -> None:

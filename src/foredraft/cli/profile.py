@@ -29,6 +29,8 @@ measured once for a model, a dtype and a machine, and again when foredraft,
 PyTorch or Transformers change. 'foredraft plan --profile FILE' reads it.
 """
 _DEFAULT_SECONDS = 90.0
+_RESTLESS = 0.1
+"""Repeats that lie further apart than this share of their median say that others were at work."""
 
 
 def profile(
@@ -90,8 +92,15 @@ def _profile(
         status.update("Loading the model")
         engine = Engine(config, notify=screen.notice)
     found = None if again else known_profile(engine.target)
+    if found is not None and found.stability > _RESTLESS:
+        screen.notice(
+            f"The profile that was kept is restless (half of the repeats lie within "
+            f"{found.stability:.0%} of their median), so it is measured again."
+        )
+        found = None
     is_new = found is None
     if found is None:
+        screen.notice(f"Measuring {config.model} for up to {seconds:.0f} s.")
         with screen.progress("Measuring") as tell:
             found = measure_profile(engine, tell, seconds)
     path: Path | None = profile_path(found.model_hash, found.dtype, identity(machine()))
@@ -125,6 +134,12 @@ def _lines(found: Profile) -> list[str]:
                 f"{batch:5}  {context:7}  {1e3 * found.t_decode(batch, context):8.2f} ms  "
                 f"{found.alpha(batch, context):6.3f}   {costs}"
             )
+    if found.stability > _RESTLESS:
+        lines += [
+            "",
+            "the machine was busy with other things: these figures are uncertain; measure again on "
+            "a quiet one",
+        ]
     cost = found.verify_cost(4)
     lines += [
         "",

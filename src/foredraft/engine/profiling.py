@@ -68,6 +68,10 @@ _STEADY = 0.015
 _MOST_SECONDS = 90.0
 _NUM_HOST_TOKENS = 24
 _TIMED_METHODS = ("ngram", "prediction", "suffix")
+_LIVE_METHODS = {"recycling": 8, "lookahead": 31, "auto": 8}
+"""Methods that draft from what a pass said, timed while they do; and how many tokens they draft."""
+
+_LIVE_PROMPT_LEN, _NUM_LIVE_TOKENS = 120, 24
 _NUM_DRAFTS = 64
 _HISTORY_LEN = 512
 
@@ -82,7 +86,8 @@ def measure_profile(
     Args:
         engine: Has no request; its slots decide the largest batch that is measured.
         tell: Told what is being measured, and the share that is done.
-        max_seconds: When to stop visiting; every shape is visited at least once.
+        max_seconds: When to stop; one request without a context is measured in any case, and of
+            the larger shapes those that there is time for.
     """
     started = time.monotonic()
     groups = [
@@ -106,7 +111,7 @@ def measure_profile(
                 f"batch {batch}, context {context}, visit {visit + 1}",
                 min(0.99, max(elapsed, by_count)),
             )
-            if visit and time.monotonic() - started > max_seconds:
+            if times and time.monotonic() - started > max_seconds:
                 break
             with prepared_requests(engine.runner, engine.cache, batch, context) as seconds:
                 found = time_rows(seconds, wanted[batch, context], _ROUNDS_A_VISIT)
@@ -196,7 +201,7 @@ def _is_steady(times: dict[tuple[int, int], dict[int, list[float]]]) -> bool:
 
 
 def _draft_times(engine: Engine) -> dict[str, DraftTime]:
-    """Median time to draft over a text with repeats, for the methods that read tokens alone."""
+    """Median time to draft over a text with repeats, by method."""
     rng = np.random.default_rng(0)
     phrase = rng.integers(0, engine.target.vocab_size, 40)
     ids = np.concatenate(
@@ -222,6 +227,19 @@ def _draft_times(engine: Engine) -> dict[str, DraftTime]:
             drafter.propose(StepPlan((segment,)), Budgets(np.array([8])))
             taken.append(time.perf_counter() - started)
         drafts[method] = DraftTime(statistics.median(taken), drafter.needs.cost)
+    prompt = ids[: min(_LIVE_PROMPT_LEN, engine.target.max_model_len // 2)]
+    num_tokens = min(_NUM_LIVE_TOKENS, engine.target.max_model_len - len(prompt))
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    for method, number in _LIVE_METHODS.items():
+        engine.add(prompt, sampling, SpeculationParams(method, number))
+        taken = []
+        while engine.has_work:
+            engine.step()
+            if method in engine.drafting.seconds:
+                taken.append(engine.drafting.seconds[method])
+        if taken:
+            cost = engine.drafting.needs(method).cost
+            drafts[method] = DraftTime(statistics.median(taken), cost)
     return drafts
 
 

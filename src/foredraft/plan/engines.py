@@ -56,6 +56,7 @@ class _Wish:
     best: int
     tiers: tuple[tuple[int, int, int], ...]
     last_batch: int | None
+    known_batch: int | None
     draft_model: str
 
     @property
@@ -109,6 +110,7 @@ def emit(plan: Plan, engine: str, draft_model: str | None = None) -> EngineConfi
         best=plan.first.best.num_speculative_tokens,
         tiers=tiers,
         last_batch=None if plan.break_even_batch is None else plan.break_even_batch - 1,
+        known_batch=plan.most_known_batch,
         draft_model=draft_model or _DRAFT,
     )
     head = (f"for {_TITLES[engine]}; plan: {plan.verdict}",)
@@ -300,9 +302,11 @@ def _ollama(wish: _Wish) -> EngineConfig:
 
 
 def _with_zero(wish: _Wish) -> list[tuple[int, int, int]]:
-    """Tiers, and one without a draft from break-even on if they end before it."""
+    """Tiers up to the largest batch known, and one without a draft from break-even on."""
     tiers = list(wish.tiers)
     end = tiers[-1][1]
+    if wish.last_batch is None and wish.known_batch is not None and wish.known_batch > end:
+        tiers[-1] = (tiers[-1][0], wish.known_batch, tiers[-1][2])
     if wish.last_batch is not None and tiers[-1][2]:
         if wish.last_batch > end:
             tiers[-1] = (tiers[-1][0], wish.last_batch, tiers[-1][2])

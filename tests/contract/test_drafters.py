@@ -88,11 +88,7 @@ def acquaint(drafter: Drafter, segments: list[Segment], rng: np.random.Generator
     if isinstance(drafter, SyntheticDrafter):
         for segment in segments:
             coming = rng.integers(0, SMALL, 20)
-            drafter.remember(
-                segment.request.prompt_ids,
-                segment.request.seed,
-                np.concatenate([segment.token_ids, coming]),
-            )
+            drafter.remember(segment.request, np.concatenate([segment.token_ids, coming]))
 
 
 def segment_of(

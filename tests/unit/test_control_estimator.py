@@ -183,9 +183,24 @@ def test_without_drafts_what_is_believed_grows_old() -> None:
     see(table, "steady", coins(0.8, 400), FIRST)
     see(table, "bad", [0.0] * 12, FIRST)
     low, workload = estimate(table, "bad"), estimate(table, "new")
-    for _ in range(1500):
+    for _ in range(4000):
         table.age("bad")
     assert low < 0.4 < estimate(table, "bad") == pytest.approx(workload, abs=0.01)
+
+
+def test_what_becomes_of_all_is_not_learnt_twice() -> None:
+    """All requests turn from 0.9 to 0.3 at once; then they are not taken for much less than 0.3."""
+    found = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        table = AcceptanceTable()
+        names = [f"r{i}" for i in range(8)]
+        for acceptance, steps in ((0.9, 60), (0.3, 40)):
+            for _ in range(steps):
+                for name in names:
+                    see(table, name, [float(rng.random() < acceptance)], FIRST)
+        found += [estimate(table, name) for name in names]
+    assert 0.25 < np.mean(found) < 0.33
 
 
 def test_nodes_that_were_never_reached_say_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from foredraft.drafters.synthetic import SyntheticConfig, SyntheticDrafter
 from foredraft.errors import ConfigError
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.types import Budgets, DraftBatch, Request, Segment, StepPlan, TargetOutput, Verdict
+from tests.tiny import warnings_logged
 
 VOCAB = 1000
 PROMPT = np.arange(5, dtype=np.int64)
@@ -28,13 +30,16 @@ def make(**options: Any) -> SyntheticDrafter:
 
 def knowing(**options: Any) -> SyntheticDrafter:
     drafter = make(**options)
-    drafter.remember(PROMPT, 7, TEXT)
+    drafter.remember(segment(10).request, TEXT)
     return drafter
 
 
-def segment(length: int, seed: int = 7, prompt: np.ndarray = PROMPT) -> Segment:
+def segment(
+    length: int, seed: int = 7, prompt: np.ndarray = PROMPT, temperature: float = 1.0
+) -> Segment:
+    sampling = SamplingParams(temperature)
     request = Request(
-        "r", prompt, SamplingParams(), SpeculationParams("synthetic"), seed, 5000, frozenset()
+        "r", prompt, sampling, SpeculationParams("synthetic"), seed, 5000, frozenset()
     )
     ids = np.concatenate([prompt, TEXT[len(prompt) : length]])
     return Segment(request, ids, 0, len(ids) - 1, 1, True)
@@ -140,9 +145,29 @@ def test_the_first_run_makes_a_text_known() -> None:
 def test_old_texts_make_room() -> None:
     drafter = make()
     for seed in range(1000):
-        drafter.remember(PROMPT, seed, TEXT[:20])
+        drafter.remember(segment(10, seed).request, TEXT[:20])
     assert len(drafter._texts) < 1000
     assert len(chain(drafter, 10, 4, seed=999)) == 4 and len(chain(drafter, 10, 4, seed=0)) == 0
+
+
+def test_at_temperature_0_the_seed_is_none_of_a_text() -> None:
+    """A request without a seed gets another one each time, and the same text."""
+    drafter = make(acceptance=1.0)
+    drafter.remember(segment(10, 3, temperature=0.0).request, TEXT)
+    plan = StepPlan((segment(10, 4, temperature=0.0), segment(10, 3)))
+    assert drafter.propose(plan, Budgets(np.array([5, 5]))).num_nodes.tolist() == [5, 0]
+
+
+def test_a_text_that_parts_from_the_known_one_is_said_so() -> None:
+    drafter = knowing()
+    parted = segment(12)
+    ids = parted.token_ids.copy()
+    ids[-1] += 1
+    plan = StepPlan((dataclasses.replace(parted, token_ids=ids),))
+    with warnings_logged() as said:
+        for _ in range(2):
+            assert drafter.propose(plan, Budgets(np.array([5]))).num_nodes.tolist() == [0]
+    assert len(said) == 1 and "check with float32" in said[0]
 
 
 @pytest.mark.parametrize(("cost", "units"), [("once", 1), ("per_token", 6), ("per_level", 6)])

@@ -34,7 +34,7 @@ from foredraft.types import (
 Cost = Callable[[int, float], float]
 """Seconds of a pass, from the number of requests and of rows."""
 
-_ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 32)
+_ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17, 21, 25, 32, 64, 128)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _VOCAB = 50_000
 _PROMPT_LEN = 8
@@ -91,7 +91,7 @@ def simulate(
     texts = [_Text(i, rng, len(acceptance) * (MAX_AUTO_NODES + 1)) for i in range(num_requests)]
     for drafter in drafters.values():
         for text in texts:
-            drafter.remember(text.request.prompt_ids, text.request.seed, text.token_ids)
+            drafter.remember(text.request, text.token_ids)
     steps = []
     for chance in acceptance:
         plan = StepPlan(tuple(text.segment() for text in texts))
@@ -130,7 +130,10 @@ def _measured(cost: Cost, noise: float, rng: np.random.Generator) -> list[PassTi
 
 
 def best_rate(acceptance: float, num_requests: int, cost: Cost) -> float:
-    """Expected tokens per second of the best allocation, for chains of one acceptance."""
+    """Expected tokens per second of the best allocation, for chains of one acceptance.
+
+    Of as many tokens a request as may be drafted at all, whatever the controller would give.
+    """
     survival = np.repeat(acceptance ** np.arange(1.0, MAX_AUTO_NODES + 1), num_requests)
     seconds = [cost(num_requests, float(num_requests + n)) for n in range(len(survival) + 1)]
     best = allocate(survival, np.array(seconds), num_requests, 0.0)

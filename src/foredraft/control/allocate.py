@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from foredraft.sampling.processors import Float64Array
 from foredraft.types import Int64Array
 
+_EVERY_CAP, _CAP_STRIDE = 32, 8
+"""Bounds on the length of a draft up to which every one is weighed, and then every so many-th."""
+
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -71,8 +74,9 @@ def allocate(
         sure_tokens: Expected tokens of the step whatever is kept: one a request, and what is
             drafted already.
         least_gain: Drafting must beat plain decoding by this share to be chosen, 0 or more.
-        padding: What unequal drafts cost beyond ``seconds``; every bound on the nodes of a request
-            is then weighed. ``None`` where they cost nothing.
+        padding: What unequal drafts cost beyond ``seconds``; bounds on the nodes of a request are
+            then weighed too, every one up to 32 and every eighth beyond. ``None`` where they cost
+            nothing.
     """
     if padding is None:
         padding = Padding(np.zeros(len(survival), dtype=np.int64), 1, 0.0)
@@ -115,6 +119,8 @@ def _allocate(
     best_tokens, best_cost = sure_tokens, plain
     best_rate = sure_tokens / plain * least_ratio
     for cap in range(1 if row_seconds > 0 else longest, longest + 1):
+        if cap > _EVERY_CAP and cap % _CAP_STRIDE and cap < longest:
+            continue
         tokens, number, most = sure_tokens, 0, most_before
         for node in order:
             if ranks[node] > cap:

@@ -43,6 +43,7 @@ from foredraft.control.view import (
     outcomes,
     read,
 )
+from foredraft.params import MAX_SPECULATIVE_TOKENS
 from foredraft.registry import PLAIN
 from foredraft.sampling.processors import Float64Array
 from foredraft.tree import tree
@@ -58,9 +59,8 @@ from foredraft.types import (
 
 _LOG = logging.getLogger("foredraft")
 
-MAX_AUTO_NODES = 31
-"""Most draft nodes that ``auto`` gives a request: with the root, 32 rows, up to which bfloat16
-products were seen to give each row the same bits in any company."""
+MAX_AUTO_NODES = MAX_SPECULATIVE_TOKENS - 1
+"""Most draft nodes that ``auto`` gives a request, wherever the engine sets no lower bound."""
 
 _NEGLIGIBLE = 0.02
 """A draft that costs less than this share of a step is free."""
@@ -71,6 +71,11 @@ news."""
 
 _CHEAP = 0.05
 """A probe that is expected to cost less than this share of a step may come again soon."""
+
+_NEARLY_FREE, _SOON = 0.02, 2
+"""And one that costs less than this after so many steps: where drafts are just not worth it, as far
+as is known, a few refusals more than usual must not be the last word. What probes cost in the long
+run stays bounded."""
 
 _SURPRISE = 0.3
 """A probe that is accepted is news where less than this was expected of it. Where drafts are good
@@ -89,10 +94,14 @@ class Controller:
 
     Args:
         traits: Says of a method what :class:`MethodTraits` holds.
+        max_auto_nodes: Most draft nodes that ``auto`` gives a request; an attribute, too.
     """
 
-    def __init__(self, traits: Callable[[str], MethodTraits]) -> None:
+    def __init__(
+        self, traits: Callable[[str], MethodTraits], max_auto_nodes: int = MAX_AUTO_NODES
+    ) -> None:
         """Know nothing yet; the first request with ``auto`` brings the cost table."""
+        self.max_auto_nodes = max_auto_nodes
         self.last: Allocation | None = None
         self._known = Knowledge(traits)
         self._requests: dict[str, RequestNote] = {}
@@ -130,7 +139,7 @@ class Controller:
             if not speculation.is_auto:
                 nodes[index] = min(int(speculation.num_speculative_tokens), room)
             elif self.cost_table is not None and is_on[speculation.method]:
-                nodes[index] = min(room, MAX_AUTO_NODES)
+                nodes[index] = min(room, self.max_auto_nodes)
                 if self._known.traits(speculation.method).is_whole:
                     whole.setdefault(speculation.method, []).append(index)
                 elif not (view.is_walk[index] and self._known.is_free(speculation.method)):
@@ -231,13 +240,17 @@ class Controller:
                 continue
             if self._known.traits(view.methods[index]).is_whole:
                 note.is_cheap = num_accepted > note.gain  # more than was thought: try again soon
-                note.learn_gain(num_accepted, self._known.method(view.methods[index]))
+                whole = self._known.method(view.methods[index])
+                whole.whole_size = max(whole.whole_size, nodes.stop - nodes.start)
+                note.learn_gain(num_accepted, whole)
             if note.is_probe:
                 is_news = values[nodes].any() and expected[nodes.start] < _SURPRISE
                 may_go_on = is_news or note.is_cheap
                 note.probe_after = (
                     FIRST_PROBE if may_go_on else min(2 * note.probe_after, _LAST_PROBE)
                 )
+                if note.is_nearly_free:
+                    note.probe_after = _SOON
             if self._says_more(view, index):
                 first = int(target.offsets[index])
                 values[nodes] = chances(
@@ -385,6 +398,7 @@ class Controller:
         self._known.owe(loss)
         for index in idle:
             view.notes[index].is_cheap = loss < _CHEAP
+            view.notes[index].is_nearly_free = loss < _NEARLY_FREE
         return worth
 
     def _learn_by_depth(self, view: View, drafts: DraftBatch, values: Float64Array) -> None:

@@ -60,7 +60,11 @@ _PULL = 0.01
 """Of an offset, drawn back to the workload with each trial, before division by the precision: a
 request that has nothing accepted comes to some 0.04, whatever the workload."""
 
-_IDLE_PULL = 0.005
+_OUTRIGHT = 0.3
+"""Of an outcome, what the workload learns whatever the request's offset makes of it: in the long
+run it must come to what its requests are like."""
+
+_IDLE_PULL = 0.002
 """Of an offset, drawn back with each step without a draft: what was believed grows old, but slower
 than probes come, or age alone would bring back drafts that were refuted."""
 
@@ -304,5 +308,9 @@ def _observe(
         offset[0] += weight * (value - expected - _PULL * offset[0]) / offset[1]
         offset[0] = min(max(offset[0], -_MOST_OFFSET), _MOST_OFFSET)
         forget = 1 - weight / _BIN_MEMORY
-        hits[kind] = hits[kind] * forget + weight * value
+        # Mostly what the offset does not explain, or both would learn the same thing twice: then
+        # requests whose offsets went down are taken for worse and worse as the workload follows.
+        unexplained = min(max(share + value - expected, 0.0), 1.0)
+        typical = _OUTRIGHT * value + (1 - _OUTRIGHT) * unexplained
+        hits[kind] = hits[kind] * forget + weight * typical
         trials[kind] = trials[kind] * forget + weight

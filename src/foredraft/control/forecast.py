@@ -86,10 +86,11 @@ def forecast_whole(
     for index in indices:
         notes[index].begin_gain(found)
     order = sorted(indices, key=lambda index: -notes[index].gain)
-    sizes = np.concatenate([[0.0], np.cumsum(nodes[order])])
+    each = np.minimum(nodes[order], found.whole_size or nodes[order])
+    sizes = np.concatenate([[0.0], np.cumsum(each)])
     gains = np.concatenate([[0.0], np.cumsum([notes[index].gain for index in order])])
     seconds = known.seconds(view, view.num_rows + sizes)
-    padded = len(notes) * float(nodes[order].max()) - sizes[1:]
+    padded = len(notes) * float(each.max()) - sizes[1:]
     padding = known.padding(view, np.zeros(0, dtype=np.int64), 0, 0)
     seconds[1:] += (found.unit_seconds or 0.0) + padded * padding.row_seconds
     rates = (view.num_picks + gains) / seconds

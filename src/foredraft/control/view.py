@@ -55,6 +55,7 @@ class RequestNote:
     probe_after: int = FIRST_PROBE
     is_probe: bool = False
     is_cheap: bool = False
+    is_nearly_free: bool = False
     gain: float = -1.0
     num_gains: int = 0
     free_gain: float = 0.0
@@ -93,6 +94,7 @@ class MethodNote:
         off_until: The step until which it is off, for being dead; 0 where it is on.
         is_retrying: Whether it is being tried again.
         gain: Accepted tokens of a draft that is verified whole.
+        whole_size: Nodes of the largest such draft that was seen; 0 before the first.
         num_gains: Drafts that this was learnt from.
     """
 
@@ -107,6 +109,7 @@ class MethodNote:
         self.off_until = 0
         self.is_retrying = False
         self.gain = _FIRST_GAIN
+        self.whole_size = 0
         self.num_gains = 0
 
 

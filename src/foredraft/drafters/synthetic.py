@@ -10,6 +10,7 @@ Cost: next to nothing, or what ``seconds`` says, to try what a dearer drafter wo
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -30,6 +31,8 @@ from foredraft.types import (
     TargetOutput,
     Verdict,
 )
+
+_LOG = logging.getLogger("foredraft")
 
 _MOST_TEXTS = 256
 
@@ -122,10 +125,11 @@ class SyntheticDrafter(Drafter):
         self.context = context
         self.needs = Needs(cost=config.cost, sees_noise=True, rules=("walk",))
         self._texts: OrderedDict[bytes, Int64Array] = OrderedDict()
+        self._has_parted = False
 
-    def remember(self, prompt_ids: Int64Array, seed: int, token_ids: Int64Array) -> None:
-        """Learn the text (prompt and output) that comes of a prompt and a seed."""
-        self._texts[_key(prompt_ids, seed)] = np.array(token_ids, dtype=np.int64)
+    def remember(self, request: Request, token_ids: Int64Array) -> None:
+        """Learn the text (prompt and output) that comes of a request."""
+        self._texts[_key(request)] = np.array(token_ids, dtype=np.int64)
         while len(self._texts) > _MOST_TEXTS:
             self._texts.popitem(last=False)
 
@@ -156,18 +160,27 @@ class SyntheticDrafter(Drafter):
             ]
             if not len(emitted):
                 continue
-            key = _key(segment.request.prompt_ids, segment.request.seed)
+            key = _key(segment.request)
             text = np.concatenate([segment.token_ids, emitted])
             known = self._texts.get(key)
             if known is None or len(known) < len(text) or not _starts(known, text):
-                self.remember(segment.request.prompt_ids, segment.request.seed, text)
+                self.remember(segment.request, text)
 
     def _draft(self, segment: Segment, limit: int) -> Int64Array:
         """The next tokens of a known text, spoilt; none where the text is not known."""
         request: Request = segment.request
-        text = self._texts.get(_key(request.prompt_ids, request.seed))
+        text = self._texts.get(_key(request))
         length = len(segment.token_ids)
-        if limit < 1 or text is None or not _starts(text, segment.token_ids):
+        if limit < 1 or text is None:
+            return np.empty(0, dtype=np.int64)
+        if not _starts(text, segment.token_ids):
+            if not self._has_parted:
+                self._has_parted = True
+                _LOG.warning(
+                    "method 'synthetic' knows another text for a prompt than the one that comes "
+                    "out (bfloat16 rounds a request by its company), and drafts nothing for it "
+                    "from there on; check with float32"
+                )
             return np.empty(0, dtype=np.int64)
         drafted = text[length : length + limit].copy()
         chances = self.config.chances_at(segment.num_output_tokens)
@@ -179,8 +192,10 @@ class SyntheticDrafter(Drafter):
         return drafted
 
 
-def _key(prompt_ids: Int64Array, seed: int) -> bytes:
-    return prompt_ids.tobytes() + seed.to_bytes(8, "little")
+def _key(request: Request) -> bytes:
+    """A prompt and what its text depends on: at temperature 0 that is no seed."""
+    seed = 0 if request.sampling.is_greedy else request.seed
+    return request.prompt_ids.tobytes() + seed.to_bytes(8, "little")
 
 
 def _starts(text: Int64Array, beginning: Int64Array) -> bool:

@@ -57,6 +57,9 @@ _GROUPS: tuple[tuple[int, int, tuple[int, ...]], ...] = (
 )
 """Requests, tokens of context, and rows of each request."""
 
+_LONG_ROWS, _LONG_BATCHES = (64, 128), (1, 2, 4)
+"""Rows of a request that are measured too, with these batches, where ``auto`` may draft so many."""
+
 _UNEVEN_BATCHES = (4, 16)
 """With which the price of unequal drafts is measured."""
 
@@ -99,7 +102,10 @@ def measure_profile(
         short = max(1, engine.cache.capacity - 34)
         rows = tuple(n for n in _ROWS if n + short < engine.cache.capacity)
         groups = [(1, short, rows or (1,))]
-    wanted = {(b, c): rows_to_measure(b, rows) for b, c, rows in groups}
+    wanted = {
+        (batch, context): rows_to_measure(batch, (*rows, *_long_rows(engine, batch, context)))
+        for batch, context, rows in groups
+    }
     times: dict[tuple[int, int], dict[int, list[float]]] = {}
     rises: dict[tuple[int, int], list[float]] = {}
     visit = 0
@@ -150,6 +156,14 @@ def measure_profile(
         stability=stability(passes),
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _long_rows(engine: Engine, num_requests: int, context: int) -> tuple[int, ...]:
+    """Rows of a request beyond the usual ones that are worth to measure."""
+    if num_requests not in _LONG_BATCHES or context > _GROUPS[0][1]:
+        return ()
+    most = min(engine.controller.max_auto_nodes + 1, engine.cache.capacity - context - 1)
+    return tuple(rows for rows in _LONG_ROWS if rows <= most)
 
 
 def known_profile(target: Target) -> Profile | None:

@@ -67,6 +67,7 @@ def test_bench_adapt_on_the_embedded_model(tmp_path: Path) -> None:
         "sim_recovery_steps",
         "controller_share",
         "max_prediction_error_b1",
+        "max_foreseen_error_b1",
         "peak_speedup",
         "ceiling",
     }

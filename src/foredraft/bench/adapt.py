@@ -154,7 +154,11 @@ def _cell(
 
 
 def _predicted(profile: Profile, steps: Sequence[tuple[int, int, int]]) -> float:
-    """Speedup by the arithmetic: measured costs of passes, recorded acceptance, draft time."""
+    """Speedup by the arithmetic: measured costs of passes, recorded acceptance, draft time.
+
+    It checks the arithmetic of a step, not the forecast of acceptance: that is the controller's own
+    (``foreseen_speedup``), made before each step.
+    """
     plain_s = predicted_s = 0.0
     for num_nodes, num_requests, num_tokens in steps:
         plain = profile.t_decode(num_requests)
@@ -252,6 +256,11 @@ def _summary(
         if cell["batch"] == 1
         for side in cell["speedup"]
     ]
+    foreseen = [
+        abs(cell["foreseen_speedup"] / cell["speedup"]["auto"] - 1)
+        for cell in cells
+        if cell["batch"] == 1 and cell["foreseen_speedup"]
+    ]
     alpha = profile.alpha()
     return {
         "min_auto_vs_best_fixed": min(cell["auto_vs_best_fixed"] for cell in cells),
@@ -262,6 +271,7 @@ def _summary(
         "sim_recovery_steps": max((cell["recovery_steps"] for cell in simulated), default=None),
         "controller_share": max(cell["controller_share"] for cell in cells),
         "max_prediction_error_b1": max(errors, default=None),
+        "max_foreseen_error_b1": max(foreseen, default=None),
         "peak_speedup": peak["speedup"],
         "ceiling": 1 / alpha if alpha > 0 else None,
     }

@@ -117,6 +117,26 @@ def test_alpha_is_nothing_below_the_ridge_and_batch_over_ridge_beyond() -> None:
     assert roofline.last_alpha(512, 0) == pytest.approx(1, rel=0.01)
 
 
+def test_caches_are_read_besides_the_products_not_under_them() -> None:
+    # 512 tokens' products are bound by operations; the caches of 512 requests take their time too.
+    roofline, batch, context = _roofline(), 512, 1024
+    products = batch * 2 * roofline.shape.num_active_weights / 989e12
+    caches = batch * context * 128 * 1024 / 3.35e12
+    measured = roofline.seconds(batch, batch, context)
+    assert measured == pytest.approx(products + caches, rel=0.01)
+    # A draft token each costs the products again, and no second read of the caches.
+    alpha = roofline.alpha(1, batch, context)
+    assert alpha == pytest.approx(products / (products + caches), rel=0.01)
+
+
+def test_attention_is_not_computed_in_fp8() -> None:
+    shape = ModelShape.from_config({**LLAMA, "quantization_config": {"quant_method": "fp8"}})
+    roofline = Roofline(shape, Hardware("wide", 1e9, 100, 200))
+    products = 2 * shape.num_active_weights / 200e12
+    attention = 32 * 4 * 4096 * 100_000 / 100e12
+    assert roofline.seconds(1, 1, 100_000) == pytest.approx(products + attention, rel=0.01)
+
+
 def test_experts_touched_grow_with_tokens() -> None:
     layer = ModelShape.from_config(MIXTRAL).layers[0]
     one = layer.touched(1)

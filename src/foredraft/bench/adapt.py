@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.bench import harness, workloads
-from foredraft.bench.sides import PassTimes, Side, take_turns
+from foredraft.bench.sides import PassTimes, Side, settle, take_turns
 from foredraft.bench.simulate import simulate
 from foredraft.engine.llm import LLM
 from foredraft.engine.profiling import known_profile, measure_profile
@@ -78,10 +77,7 @@ def run(
             profile = measure_profile(llm.engine, lambda text, share: progress(f"profile, {text}"))
         cells: list[dict[str, Any]] = []
         progress("warming up")
-        # A pause to collect garbage among the modules' objects would be charged to whoever runs.
-        gc.collect()
-        gc.freeze()
-        PassTimes(llm.engine, max(batches), num_tokens, (1 + max(FIXED),)).warm_up()
+        settle(llm.engine, max(batches), num_tokens, 1 + max(FIXED))
         ids = [llm.encode(prompt) for prompt in workloads.prompts_of("copy", 2)]
         Side(llm.engine.target, ids, _SIDES["auto"], num_tokens, len(ids)).advance(4 * num_tokens)
         for kind in kinds:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.bench import harness, workloads
-from foredraft.bench.sides import Side, take_turns
+from foredraft.bench.sides import Side, settle, take_turns
 from foredraft.bench.streams import Stream, streams
 from foredraft.cache import cache_folder
 from foredraft.drafters.base import Drafter, DrafterContext
@@ -41,7 +41,9 @@ _ARCTIC = "arctic-inference"
 _PREDICTION_TOKENS = 220
 _LIVE_METHODS = ("ngram", "suffix", "recycling", "lookahead")
 _LIVE_BATCHES = (1, 4)
-_LIVE_TOKENS = 48
+_LIVE_TOKENS = 96
+_LIVE_REQUESTS = 8
+"""Requests of a cell at least: with fewer, a single lucky step shows."""
 
 
 def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
@@ -67,6 +69,8 @@ def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
             cells += _long(method, texts, vocab_size, progress)
         arctic = _arctic(texts, progress)
         cells += arctic
+        progress("warming up")
+        settle(llm.engine, max(_LIVE_BATCHES), _LIVE_TOKENS, llm.engine.controller.max_auto_nodes + 1)
         for kind in workloads.KINDS:
             for batch in _LIVE_BATCHES:
                 cells.append(_live(llm, kind, batch, rounds, progress))
@@ -259,6 +263,7 @@ def _live(
     sides = {
         name: Side(llm.engine.target, ids, way, _LIVE_TOKENS, batch) for name, way in ways.items()
     }
+    rounds = max(rounds, _LIVE_REQUESTS // batch)
     take_turns(
         sides, rounds, _LIVE_TOKENS * batch, lambda text: progress(f"{kind}, batch {batch}, {text}")
     )

@@ -1,11 +1,14 @@
 """Step time from first principles: bytes over bandwidth or operations over peak, the greater.
 
-    T(n tokens) = max(bytes / bandwidth, operations / peak) + overhead
+    T(n tokens) = max(weight bytes / bandwidth, operations of the products / peak)
+                + max(cache bytes / bandwidth, operations of attention / peak)
+                + overhead
 
 A step reads every weight it touches once, however many tokens share it, and the cache of each
 request once, however many tokens of it are verified; operations grow with tokens. So draft tokens
 are nearly free until the operations catch up, at about ``peak / bandwidth`` tokens in 16 bits (the
-ridge), and cost in proportion beyond it.
+ridge), and cost in proportion beyond it. The products and attention run one after the other: a
+batch whose products are bound by operations still waits for its caches to be read.
 """
 
 from __future__ import annotations
@@ -149,19 +152,20 @@ class Roofline:
             num_tokens: Tokens in it, all requests together: one a request is plain decoding.
             context: Tokens of each request that are in the cache already.
         """
-        read, operations = self.work(num_requests, num_tokens, context)
-        peak = self.hardware.peak(self.shape)
-        bandwidth = self.hardware.bandwidth_gb_s * 1e9
-        return max(read / bandwidth, operations / peak) + self.hardware.overhead_s
-
-    def work(self, num_requests: int, num_tokens: float, context: int) -> tuple[float, float]:
-        """Bytes moved and operations of a target pass; arguments as for :meth:`seconds`."""
         check_count("num_requests", num_requests, 1)
         check_count("context", context)
-        cached = num_requests * self.shape.cache_bytes(context)
-        written = num_tokens * self.shape.cache_bytes_per_token
-        read = self.shape.weight_bytes(num_tokens) + cached + written
-        return read, self.shape.operations(num_tokens, context)
+        shape = self.shape
+        bandwidth = self.hardware.bandwidth_gb_s * 1e9
+        cached = num_requests * shape.cache_bytes(context)
+        written = num_tokens * shape.cache_bytes_per_token
+        attended = shape.attention_operations(num_tokens, context)
+        attention = max((cached + written) / bandwidth, attended / (self.hardware.tflops * 1e12))
+        return max(self._products(num_tokens)) + attention + self.hardware.overhead_s
+
+    def _products(self, num_tokens: float) -> tuple[float, float]:
+        """Seconds of the products with the weights: of reading these, and of multiplying."""
+        read = self.shape.weight_bytes(num_tokens) / (self.hardware.bandwidth_gb_s * 1e9)
+        return read, self.shape.operations(num_tokens) / self.hardware.peak(self.shape)
 
     def verify_cost(self, num_speculative_tokens: float, num_requests: int, context: int) -> float:
         """A verify pass with so many draft tokens a request, in plain decode steps."""
@@ -181,12 +185,11 @@ class Roofline:
         return (self.verify_cost(2 * _FAR, num_requests, context) - near) / _FAR
 
     def ridge_tokens(self) -> float:
-        """Tokens of a step at which operations take as long as reading the weights, no context."""
+        """Tokens of a step at which operations take as long as reading the weights."""
 
         def is_compute_bound(num_tokens: float) -> bool:
-            read, operations = self.work(1, num_tokens, 0)
-            peak = self.hardware.peak(self.shape)
-            return operations / peak >= read / (self.hardware.bandwidth_gb_s * 1e9)
+            read, multiplied = self._products(num_tokens)
+            return multiplied >= read
 
         low, high = 0.0, 1.0
         while not is_compute_bound(high):

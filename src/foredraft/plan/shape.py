@@ -129,10 +129,13 @@ class ModelShape:
         """Bytes of cache that one request's attention reads."""
         return self._attended(context) * self.cache_values * self.cache_bits / 8
 
-    def operations(self, num_tokens: float, context: int) -> float:
-        """Operations of a pass: two a weight and token, four a value attended to."""
-        attention = 4 * self._attended(context) * self.attention_width
-        return num_tokens * (2 * self.num_active_weights + attention)
+    def operations(self, num_tokens: float) -> float:
+        """Operations of a pass's products with the weights: two a weight and token."""
+        return num_tokens * 2 * self.num_active_weights
+
+    def attention_operations(self, num_tokens: float, context: int) -> float:
+        """Operations of a pass's attention: four a value attended to."""
+        return num_tokens * 4 * self._attended(context) * self.attention_width
 
     def _attended(self, context: int) -> int:
         """Tokens attended to, summed over the layers."""

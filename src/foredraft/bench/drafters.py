@@ -70,7 +70,9 @@ def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
         arctic = _arctic(texts, progress)
         cells += arctic
         progress("warming up")
-        settle(llm.engine, max(_LIVE_BATCHES), _LIVE_TOKENS, llm.engine.controller.max_auto_nodes + 1)
+        settle(
+            llm.engine, max(_LIVE_BATCHES), _LIVE_TOKENS, llm.engine.controller.max_auto_nodes + 1
+        )
         for kind in workloads.KINDS:
             for batch in _LIVE_BATCHES:
                 cells.append(_live(llm, kind, batch, rounds, progress))

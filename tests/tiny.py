@@ -204,8 +204,8 @@ def table_text(
 
 
 def engine(target: Target, drafters: dict[str, Drafter] | None = None, **options: Any) -> Engine:
-    """An engine over a tiny target."""
-    options = {"kv_cache_gb": 0.25, "max_num_requests": 8, **options}
+    """An engine over a tiny target; it keeps nothing of ended texts unless it is told to."""
+    options = {"kv_cache_gb": 0.25, "max_num_requests": 8, "reuse_prefixes": False, **options}
     return Engine(EngineConfig(**options), target, drafters)
 
 
@@ -298,7 +298,13 @@ def warnings_logged() -> Iterator[list[str]]:
 
 
 def row_params(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, num: int = 1
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    num: int = 1,
+    top_n_sigma: float = 0.0,
+    typical_p: float = 1.0,
 ) -> RowParams:
     """The same sampling parameters for ``num`` rows."""
     return RowParams(
@@ -306,7 +312,41 @@ def row_params(
         np.full(num, top_k, dtype=np.int64),
         np.full(num, top_p, dtype=np.float64),
         np.full(num, min_p, dtype=np.float64),
+        np.full(num, top_n_sigma, dtype=np.float64),
+        np.full(num, typical_p, dtype=np.float64),
     )
+
+
+def shaped_slowly(
+    logits: np.ndarray, ids: list[int], num_prompt: int, sampling: SamplingParams, stops: set[int]
+) -> np.ndarray:
+    """What a request asks of one row of logits, float32 [1, V], by plain loops over its history."""
+    row = logits[0].copy()
+    output = ids[num_prompt:]
+    for token, bias in sampling.logit_bias:
+        row[token] += np.float32(bias)
+    for token in set(ids) if sampling.repetition_penalty != 1 else ():
+        penalty = np.float32(sampling.repetition_penalty)
+        row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+    for token in set(output):
+        row[token] -= np.float32(sampling.frequency_penalty * output.count(token))
+        row[token] -= np.float32(sampling.presence_penalty)
+    scores = torch.from_numpy(row[None].copy())
+    for processor in sampling.logits_processors:
+        scores = processor(torch.tensor([ids]), scores)
+    row = scores[0].numpy().copy()
+    for token in range(len(row)):
+        bad = [(one,) if isinstance(one, int) else one for one in sampling.bad_token_ids]
+        is_banned = any(
+            token == one[-1] and (len(one) == 1 or tuple(ids[1 - len(one) :]) == one[:-1])
+            for one in bad
+        )
+        is_banned |= token not in (sampling.allowed_token_ids or (token,))
+        is_early = len(output) < sampling.min_tokens
+        ends = (set() if sampling.ignore_eos else set(stops)) | set(sampling.stop_token_ids)
+        if is_banned or (is_early and token in ends):
+            row[token] = -np.inf
+    return row[None]
 
 
 @torch.inference_mode()
@@ -323,6 +363,7 @@ def decode_slowly(
     tokens = np.arange(model.config.get_text_config().vocab_size)
     for _ in range(sampling.max_tokens or CONTEXT):
         logits = model(torch.tensor([ids])).logits[0, -1:].float().numpy()
+        logits = shaped_slowly(logits, ids, len(prompt), sampling, eos_ids)
         token = int(pick_slowly(logits, params, seeds, np.array([len(ids)]))[0])
         scores = logits[0].astype(np.float64)
         if not sampling.is_greedy:

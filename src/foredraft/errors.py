@@ -14,6 +14,10 @@ class InvalidRequestError(ForedraftError, ValueError):
     """A prompt or a parameter that cannot be honoured; other requests are not touched."""
 
 
+class EngineClosedError(ForedraftError):
+    """An engine that is closing, or whose thread has stopped, takes no more requests."""
+
+
 class ConfigError(ForedraftError, ValueError):
     """An engine or method option that cannot be honoured; raised before any weight is loaded."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.params import MAX_SPECULATIVE_TOKENS, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,7 @@ class Segment:
         start: Position of the first row of this pass, which equals the KV rows already cached.
         num_rows: Rows of committed tokens to compute: ``token_ids[start:start + num_rows]``.
         is_decode: Whether this is a decode step (one row, the root, plus its draft nodes).
+        room: Most draft nodes that there is memory for.
     """
 
     request: Request
@@ -63,11 +64,17 @@ class Segment:
     start: int
     num_rows: int
     is_decode: bool
+    room: int = MAX_SPECULATIVE_TOKENS
 
     @property
     def wants_pick(self) -> bool:
         """Whether the last row is the root, so that its logits and a pick are wanted."""
         return self.start + self.num_rows == len(self.token_ids)
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted, and this is a part of it."""
+        return not self.is_decode and self.request.sampling.prompt_logprobs is not None
 
     @property
     def root_position(self) -> int:
@@ -178,12 +185,15 @@ class TargetOutput:
             prompt chunk that does not end its prompt.
         hidden_states: For each tapped layer, [num_rows, hidden] for every row of the pass.
         row_offsets: int64 [num_segments + 1], where each segment's rows lie in the pass.
+        prompt_logits: float32 [num_rows, V] of prompt rows whose log-probabilities are wanted, by
+            segment.
     """
 
     logits: torch.Tensor
     offsets: Int64Array
     hidden_states: dict[int, torch.Tensor]
     row_offsets: Int64Array
+    prompt_logits: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +220,24 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token at its position.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of its probability; -inf where a filter took it out.
+        rank: 1 for the likeliest of the position, and so on; ties count as one place.
+        top: The likeliest tokens of the position and their log-probabilities, as many as were asked
+            for, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one request, after every stop rule.
 
@@ -219,7 +247,11 @@ class Delta:
         num_accepted: How many of them, from the first, were draft tokens.
         finish_reason: ``None`` while the request runs; then ``stop``, ``length`` or ``error``.
         stop_token_id: The token id that ended it, for ``stop``.
+        stop_string: The string that ended it, for ``stop``, if that was no token id.
         error: What went wrong, for ``error``.
+        pieces: Text that became certain with this step, where text is made: each piece with whether
+            the token that completed it was an accepted draft token.
+        logprobs: Log-probabilities of ``token_ids``, where they are asked for.
     """
 
     request_id: str
@@ -227,7 +259,10 @@ class Delta:
     num_accepted: int
     finish_reason: str | None = None
     stop_token_id: int | None = None
+    stop_string: str | None = None
     error: str | None = None
+    pieces: tuple[tuple[str, bool], ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

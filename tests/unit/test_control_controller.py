@@ -458,3 +458,39 @@ def test_the_price_of_plain_decoding_is_looked_at_again() -> None:
     assert idle >= 5
     gaps = world.run([segment("b")], 0.95, 400)
     assert (gaps[50:].sum(axis=1) == 0).sum() == 0
+
+
+# ----------------------------------------------------------------------------------- preferences
+
+
+@pytest.mark.parametrize("cost_of", ["once", "per_token"])
+def test_who_would_be_served_first_drafts_where_others_do_not(cost_of: str) -> None:
+    """Eight requests where a draft token is not worth the time of all: only the one that asks."""
+    segments = [segment(name) for name in "abcdefgh"]
+    first = dataclasses.replace(
+        segments[2].request, speculation=SpeculationParams("m", preference="latency")
+    )
+    preferring = [*segments]
+    preferring[2] = dataclasses.replace(segments[2], request=first)
+    world = World(linear(0.1), cost_of)
+    alike = world.run(segments, 0.4, 300)[150:]
+    world = World(linear(0.1), cost_of)
+    found = world.run(preferring, 0.4, 300)[150:]
+    assert alike.mean() < 0.3
+    assert found[:, 2].mean() > 0.9
+    assert np.delete(found, 2, axis=1).mean() < 0.3
+
+
+def test_where_all_would_be_served_first_nobody_is() -> None:
+    requests = [segment(name) for name in "abcdefgh"]
+    latency = [
+        dataclasses.replace(
+            one,
+            request=dataclasses.replace(
+                one.request, speculation=SpeculationParams("m", preference="latency")
+            ),
+        )
+        for one in requests
+    ]
+    plain, other = (World(linear(0.1)).run(one, 0.7, 80) for one in (requests, latency))
+    np.testing.assert_array_equal(plain, other)

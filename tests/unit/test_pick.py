@@ -6,6 +6,7 @@ would fail by chance; there are about forty checks in this file, so 4e-5 for the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -67,8 +68,10 @@ def some_params(num_rows: int, rng: np.random.Generator, is_filtered: bool) -> R
             rng.choice([0, 1, 5, 50], num_rows).astype(np.int64),
             rng.choice([1.0, 0.9, 0.2], num_rows),
             rng.choice([0.0, 0.01, 0.5], num_rows),
+            rng.choice([0.0, 1.0, 3.0], num_rows),
+            rng.choice([1.0, 0.9, 0.3], num_rows),
         )
-    return RowParams(temperature, params.top_k, params.top_p, params.min_p)
+    return dataclasses.replace(params, temperature=temperature)
 
 
 @pytest.mark.parametrize("is_filtered", [False, True], ids=["whole", "filtered"])
@@ -164,7 +167,7 @@ def test_bad_rows_are_marked_and_others_are_not_touched(
     good[6, :3] = -np.inf  # masked tokens are no fault
     temperatures = np.array([0, 1.0] * 4) if temperature == "mixed" else np.full(8, temperature)
     filters = row_params(top_k=top_k, num=8)
-    params = RowParams(temperatures.astype(float), filters.top_k, filters.top_p, filters.min_p)
+    params = dataclasses.replace(filters, temperature=temperatures.astype(float))
     seeds, positions = np.arange(8), np.arange(8) + 100
     expected = form(torch.from_numpy(good), params, seeds, positions)
     assert expected.is_finite.all()
@@ -399,7 +402,8 @@ logits, zeros = torch.randn(4, 50_000), np.zeros(4)
 for num_threads in (1, 1 + os.cpu_count(), 2, 1, 3):
     torch.set_num_threads(num_threads)
     for temperature in (0.0, 1.0):
-        params = RowParams(zeros + temperature, zeros.astype(np.int64), zeros + 1, zeros)
+        ones = zeros + 1
+        params = RowParams(ones * temperature, zeros.astype(np.int64), ones, zeros, zeros, ones)
         pick(logits, params, np.arange(4), np.arange(4))
         assert torch.get_num_threads() == num_threads, torch.get_num_threads()
 print("the same")

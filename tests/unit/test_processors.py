@@ -14,6 +14,8 @@ TEMPERATURES = (1e-5, 1e-4, 0.01, 0.3, 1.0, 2.0, 100.0, 1e6, 1e38, 1e300)
 TOP_KS = (0, 1, 2, 3, 5, 10, 50, 200, 1_000_000)
 TOP_PS = (1.0, 1 - 1e-9, 0.999999, 0.9, 0.5, 0.1, 1e-3, 1e-30)
 MIN_PS = (0.0, 1e-300, 1e-9, 1e-3, 0.05, 0.5, 1.0)
+SIGMAS = (0.0, 0.7, 1.3, 3.1, 1000.0)
+TYPICAL_PS = (1.0, 0.9, 0.5, 0.1, 1e-3)
 
 
 def some_logits(kind: str, num_rows: int, vocab_size: int, rng: np.random.Generator) -> np.ndarray:
@@ -48,12 +50,14 @@ KINDS = ("normal", "ties", "equal", "masked", "huge", "widest", "peaked", "bfloa
 
 def random_params(num_rows: int, rng: np.random.Generator) -> RowParams:
     """Each filter is off in a third of the rows, so that each is often alone."""
-    is_off = rng.random((3, num_rows)) < 1 / 3
+    is_off = rng.random((5, num_rows)) < 1 / 3
     return RowParams(
         rng.choice([0.0, *TEMPERATURES], num_rows),
         np.where(is_off[0], 0, rng.choice(TOP_KS, num_rows)).astype(np.int64),
         np.where(is_off[1], 1.0, rng.choice(TOP_PS, num_rows)),
         np.where(is_off[2], 0.0, rng.choice(MIN_PS, num_rows)),
+        np.where(is_off[3], 0.0, rng.choice(SIGMAS, num_rows)),
+        np.where(is_off[4], 1.0, rng.choice(TYPICAL_PS, num_rows)),
     )
 
 
@@ -296,3 +300,44 @@ def test_cuda_keeps_the_same_tokens() -> None:
         params = random_params(100, rng)
         on_device = cuts(logits.cuda(), params).cpu()
         assert (on_device == cuts(logits, params)).float().mean() > 0.97  # but for the last bit
+
+
+def test_typical_and_sigma_by_their_words() -> None:
+    """On rows without equal logits: Transformers' typical-p, and a plain count of deviations."""
+    from transformers import TypicalLogitsWarper
+
+    rng = np.random.default_rng(78)
+    num_filtered = num_close = 0
+    for _ in range(600):
+        vocab_size = int(rng.integers(2, 200))
+        logits = torch.from_numpy(rng.normal(0, 3, (1, vocab_size)).astype(np.float32))
+        temperature = float(rng.choice([0.3, 1.0, 2.0]))
+        sigma = float(rng.choice([0.0, 0.7, 1.3, 3.1]))
+        typical = float(rng.choice([1.0, 0.95, 0.6, 0.2]))
+        params = row_params(temperature, top_n_sigma=sigma, typical_p=typical)
+        law = probs(logits, params)[0].numpy()
+        row = logits[0].double().numpy()
+        scaled = row / temperature
+        if sigma:
+            scaled[row < row.max() - sigma * row.std()] = -np.inf
+        scores = torch.from_numpy(scaled[None])
+        if typical < 1:
+            scores = TypicalLogitsWarper(mass=typical)(None, scores)
+        expected = torch.softmax(scores, dim=-1)[0].numpy()
+        if not np.array_equal(law > 0, expected > 1e-45):
+            num_close += 1  # a distance or a mass at the very edge
+            continue
+        np.testing.assert_allclose(law, expected, rtol=1e-5, atol=1e-7)
+        num_filtered += bool((law == 0).any())
+    assert num_close <= 3
+    assert num_filtered > 300
+
+
+def test_typical_keeps_ties_whatever_their_order() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -3.0]])
+    params = row_params(typical_p=0.2)
+    kept = probs(logits, params)[0] > 0
+    for order in ([3, 2, 1, 0, 4], [4, 1, 0, 3, 2]):
+        again = probs(logits[:, order], params)[0] > 0
+        assert torch.equal(kept[order], again)
+    assert len(set(kept[1:4].tolist())) == 1

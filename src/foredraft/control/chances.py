@@ -17,6 +17,8 @@ def is_unfiltered(sampling: SamplingParams) -> bool:
         and sampling.top_k == 0
         and sampling.top_p == 1
         and sampling.min_p == 0
+        and sampling.top_n_sigma == 0
+        and sampling.typical_p == 1
     )
 
 

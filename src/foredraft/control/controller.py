@@ -168,12 +168,13 @@ class Controller:
             return drafts
         on_offer = view.may_trim[owners]
         num_kept = int((~on_offer).sum())
-        offered = survival[on_offer]
+        offered = survival[on_offer] * view.weights[owners[on_offer]]
         first = view.num_rows + num_kept
         rows = np.concatenate([[view.num_rows], first + np.arange(len(offered) + 1.0)])
         seconds = self._known.seconds(view, rows)
         is_idle = len(offered) > 0 and all(view.notes[i].num_idle for i in set(owners[on_offer]))
-        sure_tokens = view.num_picks + float(survival[~on_offer].sum())
+        fixed = ~on_offer
+        sure_tokens = view.sure_worth + float((survival * view.weights[owners])[fixed].sum())
         counts = np.bincount(owners[~on_offer], minlength=len(view.notes))
         padding = self._known.padding(view, owners[on_offer], int(counts.max()), num_kept)
         least_gain = LEAST_GAIN if is_idle else 0.0
@@ -184,10 +185,9 @@ class Controller:
         if self._known.is_plain_due(view, gain):
             chosen = Allocation(np.zeros_like(chosen.is_kept), sure_tokens, seconds[0], seconds[0])
         keep[on_offer] = chosen.is_kept
+        expected_tokens = view.num_picks + float(survival[keep].sum())
         probed = self._probe(view, drafts, survival, keep, seconds[1:])
-        self.last = Allocation(
-            keep, chosen.expected_tokens + probed, chosen.seconds, float(seconds[0])
-        )
+        self.last = Allocation(keep, expected_tokens + probed, chosen.seconds, float(seconds[0]))
         view.keep = keep
         return drafts if keep.all() else kept(drafts, keep)
 
@@ -498,7 +498,7 @@ def _room(segment: Segment) -> int:
     request = segment.request
     if not segment.is_decode or request.speculation.method == PLAIN:
         return 0
-    return request.max_tokens - segment.num_output_tokens - 1
+    return min(request.max_tokens - segment.num_output_tokens - 1, segment.room)
 
 
 __all__ = ["MAX_AUTO_NODES", "Controller", "MethodTraits"]

@@ -39,10 +39,11 @@ def forecast(
     for row, index in enumerate(indices):
         survival[row] = np.cumprod(found.by_depth.acceptance(bins, names[index]))
         survival[row, nodes[index] :] = 0.0
+        survival[row] *= view.weights[index]
     unit = found.unit_seconds or 0.0
     rows = view.num_rows + np.arange(survival.size + 1.0)
     step = known.seconds(view, rows)
-    best_rate, best = view.num_picks / step[0], None
+    best_rate, best = view.sure_worth / step[0], None
     is_idle = all(view.notes[index].num_idle for index in indices)
     least = best_rate * (1 + (LEAST_GAIN if is_idle else 0.0))
     for level in range(1, deepest + 1):
@@ -50,11 +51,11 @@ def forecast(
         draft = unit * (1 if traits.cost == "once" else level)
         padding = known.padding(view, np.repeat(indices, level), 0, 0)
         costs = step[: len(offered) + 1] + draft
-        chosen = allocate(offered, costs, view.num_picks, 0.0, padding)
+        chosen = allocate(offered, costs, view.sure_worth, 0.0, padding)
         rate = chosen.expected_tokens / chosen.seconds
         if chosen.is_kept.any() and rate > max(best_rate, least):
             best_rate, best = rate, chosen.is_kept.reshape(len(indices), level).sum(axis=1)
-    if best is not None and known.is_plain_due(view, best_rate * step[0] / view.num_picks):
+    if best is not None and known.is_plain_due(view, best_rate * step[0] / view.sure_worth):
         best = None
     idle = []
     for row, index in enumerate(indices):
@@ -85,15 +86,16 @@ def forecast_whole(
     notes = view.notes
     for index in indices:
         notes[index].begin_gain(found)
-    order = sorted(indices, key=lambda index: -notes[index].gain)
+    worth = {index: notes[index].gain * float(view.weights[index]) for index in indices}
+    order = sorted(indices, key=lambda index: -worth[index])
     each = np.minimum(nodes[order], found.whole_size or nodes[order])
     sizes = np.concatenate([[0.0], np.cumsum(each)])
-    gains = np.concatenate([[0.0], np.cumsum([notes[index].gain for index in order])])
+    gains = np.concatenate([[0.0], np.cumsum([worth[index] for index in order])])
     seconds = known.seconds(view, view.num_rows + sizes)
     padded = len(notes) * float(each.max()) - sizes[1:]
     padding = known.padding(view, np.zeros(0, dtype=np.int64), 0, 0)
     seconds[1:] += (found.unit_seconds or 0.0) + padded * padding.row_seconds
-    rates = (view.num_picks + gains) / seconds
+    rates = (view.sure_worth + gains) / seconds
     best = int(np.argmax(rates))
     if all(notes[index].num_idle for index in indices) and (
         rates[best] < rates[0] * (1 + LEAST_GAIN)
@@ -150,12 +152,13 @@ def _forecast_member(
     bins = bins_of(depths, np.zeros_like(depths), None)
     survival = np.array([np.cumprod(found.by_depth.acceptance(bins, n)) for n in names])
     survival[depths > limits[:, None]] = 0.0
+    weights = view.weights[indices]
     unit = found.unit_seconds or 0.0
     chosen, plain_s = depths_that_pay(
-        survival,
-        np.array([owner.free_gain for owner in owners]),
+        survival * weights[:, None],
+        np.array([owner.free_gain for owner in owners]) * weights,
         view.num_rows + sum(owner.free_nodes for owner in owners),
-        view.num_picks,
+        view.sure_worth,
         lambda rows: known.seconds(view, rows),
         lambda depth: unit * (1 if cost == "once" else depth),
         LEAST_GAIN if all(note.num_idle for note in notes) else 0.0,

@@ -20,6 +20,9 @@ _FIRST_GAIN, _FIRST_WEIGHT, _GAIN_MEMORY = 0.5, 4.0, 16.0
 """What a whole draft is taken to bring at first, as if so many drafts had said so, and the drafts
 that it is learnt over."""
 
+_LATENCY_WEIGHT = 8.0
+"""What a token counts for of a request that would be served first, beside one of the others."""
+
 NO_CONFIDENCE = np.empty(0)
 
 
@@ -125,8 +128,10 @@ class View:
         rows: Each segment's row in its method's table, int64 [num_segments].
         is_walk: Whether it verifies by the default rule, bool [num_segments].
         may_trim: Whether its draft may be trimmed, bool [num_segments].
+        weights: What a token of each counts for, float64 [num_segments]; 1 where all are alike.
         num_rows: Rows of committed tokens in the pass.
         num_picks: Segments that emit a token whatever is drafted.
+        sure_worth: What these tokens count for.
         context: Mean tokens of a segment in the cache.
         is_decoding: Whether all segments decode.
         asked: What was drafted, before trimming: that is what drafting took its time for.
@@ -151,6 +156,7 @@ class View:
         self.rows = np.zeros(size, dtype=np.int64)
         self.is_walk = np.zeros(size, dtype=np.bool_)
         self.may_trim = np.zeros(size, dtype=np.bool_)
+        self.weights = np.ones(size)
         self.num_rows = self.num_picks = 0
         self.is_decoding = True
         num_cached = 0
@@ -169,10 +175,16 @@ class View:
             self.rows[index] = find_method(method).acceptance.row(request_id)
             self.is_walk[index] = speculation.verification == "walk"
             self.may_trim[index] = self.is_walk[index] and speculation.is_auto
+            if speculation.preference == "latency":
+                self.weights[index] = _LATENCY_WEIGHT
             self.num_rows += segment.num_rows
             self.num_picks += segment.wants_pick
             self.is_decoding &= segment.is_decode
             num_cached += segment.start
+        if (self.weights == self.weights[0]).all():
+            self.weights[:] = 1.0
+        picks = [segment.wants_pick for segment in plan.segments]
+        self.sure_worth = float(self.weights[picks].sum())
         self.context = num_cached / size
         self.asked: DraftBatch | None = None
         self.keep: NDArray[np.bool_] | None = None

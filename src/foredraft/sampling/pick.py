@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.sampling.noise import Stream, gumbel, position_keys, unit, units_torch
-from foredraft.sampling.processors import RowParams, cuts
+from foredraft.sampling.processors import RowParams, filtered
 
 _STEPS_PER_UNIT = 4
 _NUM_BOUNDS = 38 * _STEPS_PER_UNIT
@@ -73,7 +73,11 @@ def pick(
         index = np.nonzero(is_finite)[0]
         usable = params if len(index) == len(rows) else params.rows(index)
         chosen = logits if len(index) == len(rows) else logits[torch.from_numpy(index)]
-        cut[index] = cuts(chosen, usable).numpy()
+        kept, chosen_cut = filtered(chosen, usable)
+        cut[index] = chosen_cut.numpy()
+        if kept is not chosen:
+            rows = rows.copy()
+            rows[index] = kept.numpy()
     keys = position_keys(seeds, positions)
     if _is_parallel(rows):
         _in_parallel(_pick_rows_parallel, rows, params.temperature, cut, keys, out)
@@ -112,9 +116,10 @@ def pick_slowly(
     positions: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Plain twin of :func:`pick` for finite logits: whole noise vectors and one argmax a row."""
-    from foredraft.sampling.processors import cuts_by_sorting
+    from foredraft.sampling.processors import cuts_by_sorting, filtered
 
     cut = cuts_by_sorting(torch.from_numpy(logits), params).numpy()
+    logits = filtered(torch.from_numpy(logits), params)[0].numpy()
     tokens = np.arange(logits.shape[1], dtype=np.int64)
     out = np.empty(len(logits), dtype=np.int64)
     for row in range(len(logits)):
@@ -141,8 +146,8 @@ def _pick_torch(
             -torch.log1p(-units_torch(torch.from_numpy(keys).to(logits.device), tokens))
         )
         drawn = scores / torch.where(temperature > 0, temperature, 1.0)[:, None] + noise
-        cut = cuts(torch.where(is_finite[:, None], logits, 0.0), params)
-        drawn = drawn.masked_fill(logits < cut[:, None], -torch.inf)
+        kept, cut = filtered(torch.where(is_finite[:, None], logits, 0.0), params)
+        drawn = drawn.masked_fill((kept < cut[:, None]) | kept.isneginf(), -torch.inf)
         scores = torch.where(is_drawn, drawn, scores)
     best = scores.amax(dim=-1, keepdim=True)
     tokens = torch.arange(logits.shape[1], device=logits.device)

@@ -1,11 +1,13 @@
-"""Logits to processed logits: temperature, top-k, top-p, min-p, for target and draft alike.
+"""Logits to processed logits: temperature and the filters, for target and draft alike.
 
-All three filters keep the likeliest tokens down to some logit, so that together they come to one
+All filters but one keep the likeliest tokens down to some logit, so that together they come to one
 number a row, the *cut*: a token is kept if its logit is at or above it. Logits are never edited;
 whoever wants the raw ones still has them. Ties at a cut are kept together, so that the result does
 not depend on the order of equal logits, on the device, or on what else is in the batch.
 
-Order: temperature, then top-k, then top-p over the mass that top-k kept, then min-p.
+Order: temperature, then top-k, then top-p over the mass that top-k kept, then min-p, then
+top-n-sigma. Typical-p, which also takes out tokens that are too likely, comes last, over what the
+others kept, and makes a copy of its rows.
 """
 
 from __future__ import annotations
@@ -37,12 +39,16 @@ class RowParams:
         top_k: int64; 0 where off.
         top_p: float64; 1 where off.
         min_p: float64; 0 where off.
+        top_n_sigma: float64; 0 where off.
+        typical_p: float64; 1 where off.
     """
 
     temperature: Float64Array
     top_k: NDArray[np.int64]
     top_p: Float64Array
     min_p: Float64Array
+    top_n_sigma: Float64Array
+    typical_p: Float64Array
 
     @staticmethod
     def of(params: Sequence[SamplingParams], repeats: NDArray[np.int64]) -> RowParams:
@@ -53,13 +59,62 @@ class RowParams:
             np.repeat(np.array([min(p.top_k, _INT64_MAX) for p in params], np.int64), repeats),
             np.repeat(np.array([p.top_p for p in params]), repeats),
             np.repeat(np.array([p.min_p for p in params]), repeats),
+            np.repeat(np.array([p.top_n_sigma for p in params]), repeats),
+            np.repeat(np.array([p.typical_p for p in params]), repeats),
         )
 
     def rows(self, index: NDArray[np.int64] | slice) -> RowParams:
         """Return the parameters of some rows."""
         return RowParams(
-            self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index]
+            self.temperature[index],
+            self.top_k[index],
+            self.top_p[index],
+            self.min_p[index],
+            self.top_n_sigma[index],
+            self.typical_p[index],
         )
+
+    @property
+    def has_cut(self) -> NDArray[np.bool_]:
+        """Bool [num_rows], whether a filter that makes a cut is on."""
+        is_on = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.top_n_sigma > 0)
+        return is_on & (self.temperature > 0)
+
+
+def filtered(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and cuts: a token is kept if its logit is at or above its row's cut.
+
+    Args:
+        logits: float32 [R, V]; a row that is not finite comes back as it is.
+        params: Parameters of the R rows.
+
+    Returns:
+        float32 [R, V], the logits themselves or, where typical-p is on, a copy with -inf for what
+        it took out; and float32 [R], as :func:`cuts`.
+    """
+    cut = cuts(logits, params)
+    is_on = (params.typical_p < 1) & (params.temperature > 0)
+    index = np.nonzero(is_on)[0]
+    if not len(index):
+        return logits, cut
+    chosen = params.rows(index)
+    where = torch.from_numpy(index).to(logits.device)
+    rows = logits[where]
+    scale = torch.from_numpy(chosen.temperature).to(logits.device)[:, None]
+    mass = torch.from_numpy(chosen.typical_p).to(logits.device)[:, None]
+    scaled = (rows.double() / scale).masked_fill(rows < cut[where][:, None], -torch.inf)
+    logs = torch.log_softmax(scaled, dim=-1)
+    weights = logs.exp()
+    surprise = -torch.where(weights > 0, logs, 0.0)
+    mean = (weights * surprise).sum(dim=-1, keepdim=True)
+    distance = torch.where(weights > 0, (surprise - mean).abs(), torch.inf)
+    ranked, order = distance.sort(dim=-1)
+    before = weights.gather(1, order).cumsum(dim=-1) - weights.gather(1, order)
+    count = (before < mass).sum(dim=-1, keepdim=True)
+    last = ranked.gather(1, (count - 1).clamp(min=0))  # those as far away are kept with it
+    out = logits.clone()
+    out[where] = rows.masked_fill(distance > last, -torch.inf)
+    return out, cut
 
 
 def cuts(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
@@ -81,8 +136,7 @@ def cuts_by_sorting(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     """Plain twin of :func:`cuts`: sorts whole rows, all at once; any device."""
     num_rows, vocab_size = logits.shape
     out = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=logits.device)
-    is_filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    index = np.nonzero(is_filtered & (params.temperature > 0))[0]
+    index = np.nonzero(params.has_cut)[0]
     if not len(index):
         return out
     chosen = params.rows(index)
@@ -108,8 +162,24 @@ def cuts_by_sorting(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     is_kept = ranked.double() >= ranked[:, :1].double() + column(margin)
     last = ranked.gather(1, is_kept.sum(dim=1, keepdim=True) - 1)
     cut = torch.where(column(has_min_p), torch.maximum(cut, last), cut)
+    is_finite = ranked.isfinite()
+    spread = _deviation(ranked.double(), is_finite)[:, None]
+    is_kept = is_finite & (
+        ranked.double() >= ranked[:, :1].double() - column(chosen.top_n_sigma) * spread
+    )
+    last = ranked.gather(1, is_kept.sum(dim=1, keepdim=True) - 1)
+    cut = torch.where(column(chosen.top_n_sigma > 0), torch.maximum(cut, last), cut)
     out[where] = cut[:, 0]
     return out
+
+
+def _deviation(rows: torch.Tensor, is_finite: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of the finite logits of every row, float64 [R]."""
+    count = is_finite.sum(dim=-1).clamp(min=1)
+    finite = torch.where(is_finite, rows, 0.0)
+    mean = finite.sum(dim=-1) / count
+    off = torch.where(is_finite, rows - mean[:, None], 0.0)
+    return (off.square().sum(dim=-1) / count).sqrt()
 
 
 def probs(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
@@ -122,7 +192,7 @@ def probs(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
         logits: float32 [R, V], finite.
         params: Parameters of the R rows.
     """
-    cut = cuts(logits, params)
+    logits, cut = filtered(logits, params)
     temperature = torch.from_numpy(params.temperature).to(logits.device)
     is_greedy = temperature == 0
     scaled = logits.double() / torch.where(is_greedy, 1.0, temperature)[:, None]
@@ -306,8 +376,7 @@ def _row_cut(row, weights, temperature, top_k, top_p, min_p):  # type: ignore[no
 
 def _cuts_cpu(logits: torch.Tensor, params: RowParams) -> Float32Array:
     out = np.full(len(params.temperature), -np.inf, dtype=np.float32)
-    is_filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    for row in np.nonzero(is_filtered & (params.temperature > 0))[0]:
+    for row in np.nonzero(params.has_cut)[0]:
         line = logits[row]
         temperature = params.temperature[row]
         if params.top_p[row] < 1:
@@ -323,4 +392,10 @@ def _cuts_cpu(logits: torch.Tensor, params: RowParams) -> Float32Array:
             params.top_p[row],
             params.min_p[row],
         )
+        if params.top_n_sigma[row] > 0:
+            exact = line.double()
+            is_finite = line.isfinite()
+            spread = _deviation(exact[None], is_finite[None])[0]
+            is_kept = is_finite & (exact >= exact.max() - params.top_n_sigma[row] * spread)
+            out[row] = max(out[row], float(line[is_kept].min()))
     return out

@@ -1,0 +1,275 @@
+"""What a request asks of its logits beyond the filters: bias, penalties, processors, bans, form.
+
+Each changes the logits of a row as a function of the row's own history: the committed text, then
+the draft tokens on the path to it. So a row gets what plain decoding would have given it behind the
+same text, and what is picked there is the same, whatever else was drafted. The raw logits are never
+edited: rows that are shaped are a copy.
+
+Order: logit bias, penalties, the user's processors, and then what may not be picked at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foredraft.params import SamplingParams
+from foredraft.sampling.forms import Form
+from foredraft.types import DraftBatch, Int64Array, Segment, StepPlan, TargetOutput, Verdict
+
+_NOTHING = "no token is allowed here, by what allowed_token_ids, bad_token_ids, the processors"
+_NOTHING += " and the grammar say together; change one of them"
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """Logits that tokens are picked by.
+
+    Attributes:
+        logits: float32 [num_logit_rows, V]: the target's own tensor where nothing is asked.
+        problems: Why nothing can be picked at a row, by row.
+    """
+
+    logits: torch.Tensor
+    problems: Mapping[int, str]
+
+    def problems_of(self, offsets: Int64Array, verdict: Verdict) -> dict[int, str]:
+        """Why the text of a segment ends for want of a pick, by segment, where it is known.
+
+        Args:
+            offsets: int64 [num_segments + 1], where each segment's logit rows begin and end.
+            verdict: What was verified by these logits.
+        """
+        if not self.problems:
+            return {}
+        found = {}
+        for index in np.nonzero(~verdict.is_finite)[0].tolist():
+            path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
+            row = int(offsets[index]) + (int(path[-1]) if len(path) else 0)
+            rows = range(int(offsets[index]), int(offsets[index + 1]))
+            # Under a classical rule any row of the draft may be the one.
+            row = row if row in self.problems else next(filter(self.problems.get, rows), row)
+            if row in self.problems:
+                found[index] = self.problems[row]
+        return found
+
+
+def shape(
+    plan: StepPlan, drafts: DraftBatch, target: TargetOutput, forms: Mapping[str, Form]
+) -> Shaped:
+    """Shape the logits of every request that asks for it.
+
+    Args:
+        plan: Who runs.
+        drafts: What was proposed.
+        target: What the target said.
+        forms: The forms of requests with a grammar, by request id.
+
+    Returns:
+        The shaped logits. A row where something went wrong, or where nothing is allowed, is NaN, so
+        that a request ends there if its text comes to it, and is not touched by it else.
+    """
+    logits = target.logits
+    problems: dict[int, str] = {}
+    for index, segment in enumerate(plan.segments):
+        first, end = int(target.offsets[index]), int(target.offsets[index + 1])
+        if first == end or not segment.request.sampling.is_shaped:
+            continue
+        if logits is target.logits:
+            logits = logits.clone()
+        nodes = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
+        rows = _Rows(segment, drafts.token_ids[nodes], drafts.parents[nodes], logits[first:end])
+        rows.shape(forms.get(segment.request.request_id))
+        problems |= {first + row: problem for row, problem in rows.problems.items()}
+    return Shaped(logits, problems)
+
+
+class _Rows:
+    """The rows of one request: its root and its draft nodes; ``logits`` are changed in place."""
+
+    def __init__(
+        self, segment: Segment, draft_ids: Int64Array, parents: Int64Array, logits: torch.Tensor
+    ) -> None:
+        self.sampling: SamplingParams = segment.request.sampling
+        self.problems: dict[int, str] = {}
+        self._num_prompt = len(segment.request.prompt_ids)
+        self._stop_ids = segment.request.stop_ids
+        self._committed = segment.token_ids
+        self._draft_ids = draft_ids
+        self._parents = parents
+        self._logits = logits
+        self._was_finite = torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
+        self._paths: list[Int64Array] = [draft_ids[:0]]
+        for parent, token in zip(parents.tolist(), draft_ids.tolist(), strict=True):
+            self._paths.append(np.append(self._paths[parent], token))
+
+    def shape(self, form: Form | None) -> None:
+        """Do all of it, in order."""
+        sampling = self.sampling
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.biases, strict=True)
+            self._logits[:, self._index(ids)] += torch.tensor(
+                values, dtype=torch.float32, device=self._logits.device
+            )
+        if (
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        ):
+            self._penalise()
+        if sampling.logits_processors:
+            self._process()
+        self._ban()
+        if form is not None:
+            self._keep_to(form)
+        is_open = torch.isfinite(self._logits.amax(dim=-1)).cpu().numpy()
+        for row in np.nonzero(self._was_finite & ~is_open)[0].tolist():
+            self.problems.setdefault(row, _NOTHING)
+        self._logits[list(self.problems)] = torch.nan
+
+    def _index(self, ids: object) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(ids, dtype=np.int64), device=self._logits.device)
+
+    def _penalise(self) -> None:
+        sampling = self.sampling
+        rows, ids, counts = _history(
+            np.asarray(self._committed),
+            self._num_prompt if sampling.repetition_penalty != 1 else -self._num_prompt,
+            self._draft_ids,
+            self._parents,
+            self._logits.shape[1],
+        )
+        where = (self._index(rows), self._index(ids))
+        values = self._logits[where]
+        if sampling.repetition_penalty != 1:
+            penalty = sampling.repetition_penalty
+            values = torch.where(values > 0, values / penalty, values * penalty)
+        times = torch.from_numpy(counts).to(values.device)
+        values -= sampling.frequency_penalty * times
+        values -= sampling.presence_penalty * (times > 0)
+        self._logits[where] = values
+
+    def _process(self) -> None:
+        """Run the user's processors, row by row, on rows that can be reached."""
+        for row, path in enumerate(self._paths):
+            if row:
+                parent = int(self._parents[row - 1])
+                # A token that is ruled out is never picked, so nothing behind it is reached.
+                value = float(self._logits[parent, int(self._draft_ids[row - 1])])
+                is_reached = self._was_finite[parent] and value > -np.inf
+                self._was_finite[row] &= is_reached and parent not in self.problems
+            if not self._was_finite[row]:
+                continue
+            ids = np.concatenate([self._committed, path])
+            input_ids = torch.from_numpy(ids).to(self._logits.device)[None]
+            scores = self._logits[row : row + 1].clone()
+            try:
+                for processor in self.sampling.logits_processors:
+                    scores = processor(input_ids, scores)
+                self._logits[row] = _checked(scores, self._logits.shape[1])
+            except Exception as error:  # noqa: BLE001 - a processor may be anybody's code
+                self.problems[row] = (
+                    f"a logits processor failed ({type(error).__name__}: {error}); mend it, or "
+                    "leave it out"
+                )
+
+    def _ban(self) -> None:
+        sampling, logits = self.sampling, self._logits
+        if sampling.allowed_token_ids is not None:
+            is_banned = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+            is_banned[self._index(sampling.allowed_token_ids)] = False
+            logits.masked_fill_(is_banned, -torch.inf)
+        single = [entry for entry in sampling.bad_token_ids if isinstance(entry, int)]
+        if single:
+            logits[:, self._index(single)] = -torch.inf
+        for entry in sampling.bad_token_ids:
+            if isinstance(entry, int):
+                continue
+            before = np.array(entry[:-1])
+            for row, path in enumerate(self._paths):
+                tail = np.concatenate([self._committed[-len(before) :], path])[-len(before) :]
+                if len(tail) == len(before) and (tail == before).all():
+                    logits[row, entry[-1]] = -torch.inf
+        if self._stop_ids and sampling.min_tokens:
+            num_output = len(self._committed) - self._num_prompt
+            early = [
+                row
+                for row, path in enumerate(self._paths)
+                if num_output + len(path) < sampling.min_tokens
+            ]
+            stops = self._index(sorted(self._stop_ids))
+            logits[self._index(early)[:, None], stops[None]] = -torch.inf
+
+    def _keep_to(self, form: Form) -> None:
+        def visit(row: int, allowed: NDArray[np.bool_]) -> None:
+            banned = torch.from_numpy(~allowed).to(self._logits.device)
+            self._logits[row].masked_fill_(banned, -torch.inf)
+
+        for row, problem in enumerate(form.walk(self._draft_ids, self._parents, visit)):
+            if problem is not None:
+                self.problems[row] = problem
+
+
+def _checked(scores: object, vocab_size: int) -> torch.Tensor:
+    """A processor's scores as one float32 row."""
+    if not isinstance(scores, torch.Tensor) or scores.shape != (1, vocab_size):
+        given = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise TypeError(f"it returned {given}, not scores of shape (1, {vocab_size})")
+    if torch.isnan(scores).any() or (scores == torch.inf).any():
+        raise ValueError("it returned scores that are NaN or infinite")
+    return scores[0].float()
+
+
+@numba.njit(cache=True)
+def _history(  # type: ignore[no-untyped-def]
+    committed, num_prompt, draft_ids, parents, vocab_size
+):
+    """Every row's distinct tokens so far, and how often each is in the output.
+
+    A negative ``num_prompt`` leaves tokens out that are in the prompt alone.
+    """
+    has_prompt = num_prompt >= 0
+    first = abs(num_prompt)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    is_seen = np.zeros(vocab_size, dtype=np.bool_)
+    touched = np.empty(committed.size, dtype=np.int64)
+    num_touched = 0
+    for place in range(committed.size):
+        token = committed[place]
+        if place >= first:
+            counts[token] += 1
+        elif not has_prompt:
+            continue
+        if not is_seen[token]:
+            is_seen[token] = True
+            touched[num_touched] = token
+            num_touched += 1
+    num_rows = draft_ids.size + 1
+    most = num_rows * (num_touched + draft_ids.size)
+    rows = np.empty(most, dtype=np.int64)
+    ids = np.empty(most, dtype=np.int64)
+    times = np.empty(most, dtype=np.float32)
+    size = 0
+    for row in range(num_rows):
+        begin = size
+        for index in range(num_touched):
+            rows[size], ids[size] = row, touched[index]
+            times[size] = counts[touched[index]]
+            size += 1
+        node = row
+        while node > 0:
+            token = draft_ids[node - 1]
+            place = begin
+            while place < size and ids[place] != token:
+                place += 1
+            if place == size:
+                rows[size], ids[size], times[size] = row, token, 0
+                size += 1
+            times[place] += 1
+            node = parents[node - 1]
+    return rows[:size], ids[:size], times[:size]

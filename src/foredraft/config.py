@@ -30,6 +30,8 @@ class EngineConfig:
         max_model_len: Most tokens of prompt and output together; ``None`` takes the model's own.
         max_num_batched_tokens: Most prompt tokens computed in one step.
         kv_cache_gb: Most memory for keys and values; ``None`` takes a share of what is free.
+        reuse_prefixes: Keep the keys and values of ended texts, within that memory, for requests
+            that begin alike.
         drafter_options: Options by method name, e.g. ``{"ngram": {"max_ngram_len": 3}}``.
     """
 
@@ -40,6 +42,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     kv_cache_gb: float | None = None
+    reuse_prefixes: bool = True
     drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,6 +75,10 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_cache_gb is {gigabytes!r}; allowed is a number above 0, or None for a share "
                 "of the free memory."
+            )
+        if not isinstance(self.reuse_prefixes, bool):
+            raise ConfigError(
+                f"reuse_prefixes is {self.reuse_prefixes!r}; allowed is True or False."
             )
         if not isinstance(self.drafter_options, Mapping):
             raise ConfigError(

@@ -23,6 +23,8 @@ class RequestStats:
 
     Attributes:
         num_prompt_tokens: Length of the prompt.
+        num_reused_tokens: Tokens of the prompt whose keys and values were there already.
+        num_preemptions: How often it was put out, to go on later.
         num_tokens: Tokens emitted.
         num_first_tokens: How many of these were the first of their request.
         num_verify_steps: Target passes in which it decoded.
@@ -45,6 +47,8 @@ class RequestStats:
     """
 
     num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_preemptions: int = 0
     num_tokens: int = 0
     num_first_tokens: int = 0
     num_verify_steps: int = 0

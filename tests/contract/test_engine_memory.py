@@ -64,7 +64,6 @@ def test_bytes_in_use_stay_below_the_bound(target, texts) -> None:
         cache = the_engine.cache
         running = list(the_engine.scheduler.running.values())
         assert cache.bytes_in_use <= bound * 2**30
-        assert sum(state.most_rows for state in running) <= 130
         # Rows of committed tokens, and at most the nodes of the last draft behind them.
         rows = sum(state.num_cached for state in running)
         assert rows <= cache.bytes_in_use // cache.bytes_per_row <= rows + 7 * len(running)
@@ -72,7 +71,8 @@ def test_bytes_in_use_stay_below_the_bound(target, texts) -> None:
         most = max(most, cache.bytes_in_use)
         most_running = max(most_running, len(running))
     assert [state.output_ids.tolist() for state in states] == texts
-    assert most > bound * 2**30 / 2 and 1 < most_running < 6
+    assert most > bound * 2**30 / 2 and most_running > 1
+    assert the_engine.scheduler.num_preemptions > 0  # it was not enough for all to the end
     assert the_engine.cache.bytes_in_use == 0
     assert the_engine.cache.num_free_slots == 6
 

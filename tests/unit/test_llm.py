@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from foredraft import LLM, ForedraftError, SamplingParams, SpeculationParams
-from foredraft.engine.llm import RequestOutput
+from foredraft.engine.outputs import RequestOutput
 from foredraft.errors import ConfigError, InvalidRequestError
 from foredraft.types import StepPlan
 from tests.folders import CONTEXT, edit_json, make_folder, make_parrot, make_tokenizer
@@ -42,7 +42,9 @@ def llm(shared: LLM) -> Any:
 
 def _is_idle(llm: LLM) -> bool:
     cache = llm.engine.cache
-    return not llm.engine.has_work and not llm._runs and cache.num_free_slots == cache.num_slots
+    kept = llm.engine.scheduler.prefixes.num_retained
+    is_free = cache.num_free_slots + kept == cache.num_slots
+    return not llm.engine.has_work and not llm._runs and is_free
 
 
 def _same(one: RequestOutput, other: RequestOutput) -> bool:
@@ -399,7 +401,7 @@ def test_options_reach_the_engine(folder: Path) -> None:
         drafter_options={"ngram": {"max_ngram_len": 2}},
     )
     assert str(llm.engine.target.dtype) == "torch.float64"
-    assert llm.engine.cache.num_slots == 3
+    assert llm.engine.max_num_requests == 3
     assert llm.engine.target.max_model_len == 50
     prompt = [5, 6] * 20
     assert len(llm.generate(prompt, SamplingParams(max_tokens=None))[0].token_ids) <= 10

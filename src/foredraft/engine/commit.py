@@ -7,6 +7,7 @@ dropped here, at once, from all of them: nothing else ever trims.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ def commit(
     cache: ContiguousKVCache,
     failures: Mapping[str, str],
     is_cut: NDArray[np.bool_],
+    problems: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Delta]:
     """Apply a verdict to the requests of a step.
 
@@ -41,6 +43,8 @@ def commit(
         failures: Requests that must end without a token, and why, by id.
         is_cut: bool [num_segments], whether a draft was as long as it was allowed to be, or
             trimmed; else the drafter had no more.
+        problems: Why nothing could be picked where a segment's verdict is not finite, by segment;
+            for others it is the target's logits.
 
     Returns:
         For each segment that emitted or ended, in plan order, what it did.
@@ -54,20 +58,29 @@ def commit(
             continue
         failure = failures.get(segment.request.request_id)
         if failure is not None:
-            deltas.append(Delta(segment.request.request_id, (), 0, "error", error=failure))
+            if state.text is not None:
+                state.text.end()
+            pieces = () if state.text is None else state.text.take()
+            deltas.append(
+                Delta(segment.request.request_id, (), 0, "error", error=failure, pieces=pieces)
+            )
             continue
         token_ids = verdict.token_ids[
             verdict.token_offsets[index] : verdict.token_offsets[index + 1]
         ]
         path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
-        num_kept, reason = _stop(state, token_ids)
+        num_kept, reason, stop_string = _stop(state, token_ids, len(path))
         error = None
         if reason is None and not verdict.is_finite[index]:
-            reason, error = "error", _NON_FINITE
+            reason, error = "error", problems.get(index, _NON_FINITE)
         token_ids, path = token_ids[:num_kept], path[:num_kept]
         _keep_path(cache, segment.slot, segment.root_position, path)
         state.num_cached += len(path)
         state.append(token_ids)
+        if state.form is not None:
+            state.form.accept(token_ids.tolist())
+        if state.text is not None and reason is not None:
+            state.text.end(is_stopped=stop_string is not None)
         if segment.is_decode:
             state.stats.record_verify(
                 int(num_drafted[index]), len(path), len(token_ids), bool(is_cut[index])
@@ -83,22 +96,40 @@ def commit(
         else:
             state.stats.record_prefill(len(token_ids))
         ids = tuple(token_ids.tolist())
-        stop_token_id = ids[-1] if reason == "stop" else None
         deltas.append(
-            Delta(segment.request.request_id, ids, len(path), reason, stop_token_id, error)
+            Delta(
+                segment.request.request_id,
+                ids,
+                len(path),
+                reason,
+                stop_token_id=ids[-1] if reason == "stop" and stop_string is None else None,
+                stop_string=stop_string,
+                error=error,
+                pieces=() if state.text is None else state.text.take(),
+            )
         )
     return deltas
 
 
-def _stop(state: RequestState, token_ids: Int64Array) -> tuple[int, str | None]:
-    """How many of the emitted tokens are kept, and why the request ends, if it does."""
+def _stop(
+    state: RequestState, token_ids: Int64Array, num_accepted: int
+) -> tuple[int, str | None, str | None]:
+    """How many tokens are kept, why the request ends, if it does, and the string that ended it.
+
+    The tokens that are kept become part of the text, a stopping one apart.
+    """
     room = state.request.max_tokens - len(state.output_ids)
-    for index, token_id in enumerate(token_ids[:room].tolist()):
-        if token_id in state.request.stop_ids:
-            return index + 1, "stop"
+    ids = token_ids[:room].tolist()
+    num_before = next((i for i, one in enumerate(ids) if one in state.request.stop_ids), len(ids))
+    if state.text is not None:
+        added = state.text.add(ids[:num_before], num_accepted)
+        if added.stop is not None:
+            return added.num_tokens, "stop", added.stop
+    if num_before < len(ids):
+        return num_before + 1, "stop", None
     if len(token_ids) >= room:
-        return room, "length"
-    return len(token_ids), None
+        return room, "length", None
+    return len(token_ids), None, None
 
 
 def _keep_path(cache: ContiguousKVCache, slot: int, root_position: int, path: Int64Array) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -18,10 +17,14 @@ from foredraft.control import kernels
 from foredraft.control.allocate import Allocation
 from foredraft.control.controller import MAX_AUTO_NODES, Controller, MethodTraits
 from foredraft.control.cost_table import CostTable
+from foredraft.engine.admission import check_deadline, check_priority, make_request
 from foredraft.engine.commit import commit
+from foredraft.engine.detokenizer import Detokenizer
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.measure import quick_times
+from foredraft.engine.output_text import OutputText, Piece
 from foredraft.engine.profiling import known_profile
+from foredraft.engine.report_logprobs import with_logprobs
 from foredraft.engine.request_state import RequestState
 from foredraft.engine.scheduler import Scheduler
 from foredraft.errors import ConfigError, InvalidRequestError
@@ -29,8 +32,11 @@ from foredraft.model.kv_cache import ContiguousKVCache, row_bytes
 from foredraft.model.loader import Target, load_target
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.sampling.forms import Form, Forms
+from foredraft.sampling.shaping import shape
 from foredraft.stats import EngineStats
-from foredraft.types import Delta, Request, StepStats
+from foredraft.tree.graft import graft
+from foredraft.types import Budgets, Delta, DraftBatch, StepPlan, StepStats
 from foredraft.verify import step as verification
 from foredraft.verify.step import verify
 
@@ -42,6 +48,9 @@ _LOG = logging.getLogger("foredraft")
 _ROWS_OF_EQUAL_BITS = 32
 """Rows of a request up to which bfloat16 products on a CPU were seen to give each row the same bits
 in any company."""
+
+FORCED = "grammar"
+"""Who drafts what a grammar leaves no choice about, in the figures of members."""
 
 _CPU_SHARE_OF_FREE_MEMORY = 0.3
 _GPU_SHARE_OF_FREE_MEMORY = 0.8
@@ -76,21 +85,29 @@ class Engine:
         )
         self.max_kv_bytes = _kv_bound(self.config, self.target)
         self.cache = _make_cache(self.config, self.target, self.max_kv_bytes)
+        self.max_num_requests = min(self.config.max_num_requests, self.cache.num_slots)
         self.scheduler = Scheduler(
             self.cache,
-            self.cache.num_slots,
+            self.max_num_requests,
             self.config.max_num_batched_tokens,
             self.max_kv_bytes,
+            self.config.reuse_prefixes,
+            lambda state: self.drafting.forget(state.request),
         )
         self.runner = Runner(self.target, self.cache)
         self.drafting = Drafting(
-            self.config.drafter_options, self.target, drafters or {}, self.cache.num_slots
+            self.config.drafter_options, self.target, drafters or {}, self.max_num_requests
         )
         self.controller = Controller(self._traits, _max_auto_nodes(self.target))
         self.last_step: StepStats | None = None
+        self.is_stalled = False
+        self._needs_costs = False
         self.stats = EngineStats()
         verification.load_kernels()
         kernels.load_kernels()
+        self.forms = Forms(
+            self.target.tokenizer, self.target.vocab_size, frozenset(self.target.eos_ids)
+        )
         self._num_requests = 0
 
     @property
@@ -104,6 +121,10 @@ class Engine:
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
         request_id: str | None = None,
+        with_text: bool = False,
+        by_token: bool = False,
+        priority: int = 0,
+        deadline_s: float | None = None,
     ) -> str:
         """Queue a request and return its id.
 
@@ -112,6 +133,12 @@ class Engine:
             sampling: How tokens are picked; ``None`` takes the defaults.
             speculation: How it speculates; ``None`` takes the defaults.
             request_id: A name of its own; ``None`` makes one.
+            with_text: Make its text, too (``Delta.pieces``); with stop strings it is made anyway.
+            by_token: Give the text in a piece for each token, not for each step.
+            priority: The lower, the sooner it runs; one that is more urgent takes the place of one
+                that is less so, which goes on later.
+            deadline_s: Seconds from now after which it ends with what it has written
+                (``finish_reason`` is ``deadline``); ``None`` sets none.
 
         Raises:
             InvalidRequestError: The request cannot be honoured. Nothing is queued, nobody is
@@ -122,56 +149,79 @@ class Engine:
         name = request_id or self._free_name()
         if name in self.scheduler:
             raise InvalidRequestError(f"request_id {name!r} is in use; choose another.")
-        speculation = self._with_prediction_ids(speculation)
-        request = self._request(name, _check_prompt(prompt_ids, self.target), sampling, speculation)
+        request = make_request(name, prompt_ids, sampling, speculation, self.target)
+        deadline = None if deadline_s is None else time.monotonic() + check_deadline(deadline_s)
+        state = RequestState(request, check_priority(priority), deadline)
+        if sampling.stop or (with_text and self.target.tokenizer is not None):
+            state.text = self._output_text(sampling, by_token)
+        if sampling.grammar is not None:
+            state.form = self.forms.make(sampling.grammar)
         self.drafting.prepare(request)
         if speculation.is_auto and not speculation.is_plain:
+            self._needs_costs = True
             self._make_cost_table()
         self.runner.hidden_layers = self.drafting.hidden_layers
-        self.scheduler.add(RequestState(request))
+        self.scheduler.add(state)
         self._num_requests += 1
         return name
 
     def step(self) -> list[Delta]:
         """Run one step; return what each request that emitted or ended did."""
         clock = _Clock(self.target.device)
+        expired = [self._expire(state) for state in self.scheduler.expired(time.monotonic())]
         plan = self.scheduler.schedule()
-        if not plan.segments:
-            return []
+        self.is_stalled = not plan.segments
+        if self.is_stalled:
+            return expired
         budgets = self.controller.budget(plan)
         clock.lap("host")
         drafts = self.drafting.propose(plan, budgets)
+        drafts = self._with_forced(plan, drafts, budgets)
         clock.lap("draft")
         num_offered = drafts.num_nodes
         drafts = self.controller.trim(plan, drafts)
         is_cut = (num_offered >= budgets.max_nodes) | (drafts.num_nodes < num_offered)
         clock.lap("host")
-        target = self.runner.forward(plan, drafts)
+        try:
+            target = self.runner.forward(plan, drafts)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            return expired + self._ease(plan, error)
         clock.lap("target")
-        verdict = verify(plan, drafts, target)
+        running = self.scheduler.running
+        shaped = shape(plan, drafts, target, _forms(running))
+        picked_by = dataclasses.replace(target, logits=shaped.logits)
+        verdict = verify(plan, drafts, picked_by)
         clock.lap("verify")
         deltas = commit(
             plan,
             drafts,
             verdict,
-            self.scheduler.running,
+            running,
             self.cache,
             self.drafting.take_failures(),
             is_cut,
+            shaped.problems_of(target.offsets, verdict),
         )
+        deltas = with_logprobs(deltas, plan, target, shaped.logits, verdict, running)
         clock.lap("host")
         self.drafting.observe(plan, drafts, target, verdict)
         clock.lap("draft")
         seconds = clock.seconds["target"] + clock.seconds["verify"]
-        self.controller.observe(plan, drafts, target, verdict, seconds, self.drafting.seconds)
+        self.controller.observe(plan, drafts, picked_by, verdict, seconds, self.drafting.seconds)
         states = [self.scheduler.running[s.request.request_id] for s in plan.segments]
         for delta in deltas:
             if delta.finish_reason is None:
                 continue
+            state = running[delta.request_id]
             if delta.finish_reason != "error":
-                state = self.scheduler.running[delta.request_id]
                 self.drafting.finish(state.request, state.token_ids)
+            else:
+                state.num_cached = 0  # nobody may begin from what went wrong
             self._finish(delta.request_id)
+            self._make_cost_table()
+        self.scheduler.note_prompts()
         clock.lap("host")
         self.last_step = StepStats(
             draft_s=clock.seconds["draft"],
@@ -192,11 +242,27 @@ class Engine:
         for segment, state in zip(plan.segments, states, strict=True):
             if segment.is_decode:
                 state.stats.record_forecast(self.last_step, emitted[segment.request.request_id])
-        return deltas
+        return expired + deltas
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, waiting or running; return whether it was there."""
         return self._finish(request_id)
+
+    def pause(self, request_id: str) -> None:
+        """Let a request rest, with its place as long as nobody waits for it."""
+        self.scheduler.state(request_id).is_paused = True
+
+    def resume(self, request_id: str) -> None:
+        """Let a request go on."""
+        self.scheduler.state(request_id).is_paused = False
+
+    def end_text(self, request_id: str) -> tuple[Piece, ...]:
+        """Nothing more comes of a request's text: return what was held back."""
+        text = self.scheduler.state(request_id).text
+        if text is None:
+            return ()
+        text.end()
+        return text.take()
 
     def close(self) -> None:
         """Let drafters save what they keep; requests that still run are dropped.
@@ -216,39 +282,78 @@ class Engine:
         """
         return self.scheduler.state(request_id)
 
+    def _with_forced(self, plan: StepPlan, drafts: DraftBatch, budgets: Budgets) -> DraftBatch:
+        """Draft what a grammar leaves no choice about, for whoever drafts at all."""
+        chains: dict[int, list[int]] = {}
+        for index, limit in enumerate(budgets.max_nodes.tolist()):
+            request = plan.segments[index].request
+            form = self.scheduler.running[request.request_id].form
+            if limit and form is not None and request.speculation.verification == "walk":
+                chain = form.forced()[:limit]
+                if chain:
+                    chains[index] = chain
+        return graft(drafts, chains, budgets.max_nodes, FORCED) if chains else drafts
+
+    def _ease(self, plan: StepPlan, error: Exception) -> list[Delta]:
+        """Try again with less, after memory ran out; who cannot run alone ends.
+
+        What the failed pass wrote lies behind what is committed, and is written anew.
+        """
+        self.drafting.take_failures()
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+        _LOG.warning("memory ran out in a step of %d requests; less is tried", len(plan.segments))
+        if self.scheduler.ease(plan):
+            return []
+        problem = (
+            f"memory ran out, even for this request alone ({str(error).splitlines()[0]:.100}); "
+            "shorten it, or free some memory"
+        )
+        deltas = []
+        for segment in plan.segments:
+            name = segment.request.request_id
+            deltas.append(Delta(name, (), 0, "error", error=problem, pieces=self.end_text(name)))
+            self.scheduler.running[name].num_cached = 0
+            self._finish(name)
+        return deltas
+
+    def _expire(self, state: RequestState) -> Delta:
+        """End a request whose time is up, with what it has written."""
+        name = state.request.request_id
+        pieces = self.end_text(name)
+        self._finish(name)
+        return Delta(name, (), 0, "deadline", pieces=pieces)
+
     def _make_cost_table(self) -> None:
         """Bring the controller its cost table, with the first request that needs one."""
-        if self.controller.cost_table is None:
+        if self._needs_costs and self.controller.cost_table is None:
+            self.scheduler.drop_prefixes()  # passes are timed in slots side by side
             profile = known_profile(self.target)
             if profile is not None:
                 passes, paddings = profile.passes, profile.paddings
             else:
                 passes, paddings = quick_times(self.runner, self.cache)
-            self.controller.cost_table = CostTable(passes, paddings)
+            if passes:  # else every slot is taken: later, and nothing is drafted until then
+                self.controller.cost_table = CostTable(passes, paddings)
 
     def _traits(self, method: str) -> MethodTraits:
         needs = self.drafting.needs(method)
         return MethodTraits(needs.cost, needs.sees_noise, needs.is_whole, needs.members)
 
-    def _with_prediction_ids(self, speculation: SpeculationParams) -> SpeculationParams:
-        """The params with the prediction as token ids, which must fit into the context."""
-        prediction = speculation.prediction
-        if prediction is None:
-            return speculation
-        if isinstance(prediction, str):
-            tokenizer = self.target.tokenizer
-            if tokenizer is None:
-                raise InvalidRequestError(
-                    "prediction is a text, but this model's folder holds no tokenizer; give it as "
-                    "token ids."
-                )
-            prediction = tokenizer(prediction, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(prediction) > self.target.max_model_len:
+    def _output_text(self, sampling: SamplingParams, by_token: bool) -> OutputText:
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
             raise InvalidRequestError(
-                f"the prediction has {len(prediction)} tokens; allowed are "
-                f"{self.target.max_model_len}, the context. Shorten it."
+                "stop strings were given, but this model's folder holds no tokenizer; use "
+                "stop_token_ids."
             )
-        return dataclasses.replace(speculation, prediction=tuple(prediction))
+        return OutputText(
+            Detokenizer(tokenizer),
+            sampling.stop,
+            sampling.include_stop,
+            sampling.min_tokens,
+            by_token,
+        )
 
     def _free_name(self) -> str:
         """A name that nobody chose for a request that is still here."""
@@ -263,38 +368,6 @@ class Engine:
         self.drafting.forget(state.request)
         self.controller.forget(request_id)
         return True
-
-    def _request(
-        self,
-        name: str,
-        prompt_ids: np.ndarray,
-        sampling: SamplingParams,
-        speculation: SpeculationParams,
-    ) -> Request:
-        target = self.target
-        room = target.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt_ids)} tokens; allowed are "
-                f"{target.max_model_len - 1}, one less "
-                f"than the context of {target.max_model_len}. Shorten the prompt."
-            )
-        for token_id in sampling.stop_token_ids:
-            if token_id >= target.vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}; allowed are ids below the vocabulary size "
-                    f"of {target.vocab_size}. Remove it."
-                )
-        eos_ids = frozenset() if sampling.ignore_eos else target.eos_ids
-        return Request(
-            request_id=name,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            speculation=speculation,
-            seed=secrets.randbits(53) if sampling.seed is None else sampling.seed,
-            max_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
-            stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
-        )
 
 
 class _Clock:
@@ -335,6 +408,13 @@ def _record_times(states: list[RequestState], step: StepStats, clock: _Clock) ->
             stats.first_token_s = stats.first_token_s or stats.elapsed_s
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # PyTorch's allocator on a CPU has no error of its own.
+    return "allocate memory" in str(error) or "not enough memory" in str(error)
+
+
 def _max_auto_nodes(target: Target) -> int:
     """Most draft nodes of a request that leave the text what plain decoding's rounding makes it."""
     if target.device.type == "cpu" and target.dtype == torch.bfloat16:
@@ -354,28 +434,8 @@ def _shortened(target: Target, config: EngineConfig) -> Target:
     return dataclasses.replace(target, max_model_len=config.max_model_len)
 
 
-def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, target: Target) -> np.ndarray:
-    try:
-        ids = np.asarray(prompt_ids)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequestError(f"the prompt is no sequence of token ids ({error}).") from error
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise InvalidRequestError(
-            f"the prompt is an array of shape {ids.shape} and kind {ids.dtype}; allowed is a flat "
-            "sequence of integer token ids."
-        )
-    if ids.size == 0:
-        raise InvalidRequestError(
-            "the prompt is empty; allowed is one token or more. Give it some text."
-        )
-    is_outside = (ids < 0) | (ids >= target.vocab_size)
-    if is_outside.any():
-        place = int(np.argmax(is_outside))
-        raise InvalidRequestError(
-            f"the prompt holds token id {int(ids[place])} at position {place}; allowed are ids "
-            f"from 0 to {target.vocab_size - 1}. Check that the tokenizer is this model's."
-        )
-    return ids.astype(np.int64)
+def _forms(states: Mapping[str, RequestState]) -> dict[str, Form]:
+    return {name: state.form for name, state in states.items() if state.form is not None}
 
 
 def _kv_bound(config: EngineConfig, target: Target) -> int:
@@ -389,7 +449,8 @@ def _kv_bound(config: EngineConfig, target: Target) -> int:
 
 
 def _make_cache(config: EngineConfig, target: Target, max_kv_bytes: int) -> ContiguousKVCache:
-    num_slots = config.max_num_requests
+    # Beside those that run, texts that have ended are kept for their beginnings.
+    num_slots = config.max_num_requests * (2 if config.reuse_prefixes else 1)
     if target.device.type != "cpu":  # there a reservation is memory at once
         slot_bytes = target.max_model_len * row_bytes(target.layers, target.dtype)
         num_slots = max(1, min(num_slots, max_kv_bytes // slot_bytes))

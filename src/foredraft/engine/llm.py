@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import secrets
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from foredraft.config import EngineConfig, make_config
-from foredraft.engine.detokenizer import Detokenizer
 from foredraft.engine.engine import Engine
+from foredraft.engine.outputs import RequestOutput, Run, StreamChunk
 from foredraft.errors import ForedraftError, InvalidRequestError
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.stats import RequestStats
@@ -29,55 +30,6 @@ _LOG = logging.getLogger("foredraft")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | np.ndarray
 """A text, token ids, or chat messages (mappings with ``role`` and ``content``)."""
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """One finished request.
-
-    Attributes:
-        request_id: Its name in the engine; empty if it was refused.
-        prompt_ids: The prompt's token ids; empty if it was refused.
-        token_ids: What was generated, the stopping token included.
-        text: The same as text, without special tokens and without a stopping token.
-        finish_reason: ``stop``, ``length`` or ``error``.
-        stop_token_id: The token id that ended it, for ``stop``.
-        seed: The seed in force: with it, the same prompt and parameters give the same text again.
-        stats: Its counters.
-        error: What went wrong, for ``error``.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-    stop_token_id: int | None
-    seed: int | None
-    stats: RequestStats
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class StreamChunk:
-    """A piece of a streamed request.
-
-    Attributes:
-        text: Text that this step completed; may be empty.
-        pieces: The same text in pieces, each with whether the token that completed it was an
-            accepted draft token.
-        token_ids: Tokens that this step emitted.
-        num_accepted: How many of them, from the first, were draft tokens.
-        finish_reason: ``None`` while it runs.
-        output: The whole result, with the last chunk.
-    """
-
-    text: str
-    pieces: tuple[tuple[str, bool], ...]
-    token_ids: tuple[int, ...]
-    num_accepted: int
-    finish_reason: str | None = None
-    output: RequestOutput | None = None
 
 
 class LLM:
@@ -114,7 +66,7 @@ class LLM:
         config = make_config(EngineConfig, {"model": name, **options}, "the engine")
         self.engine = Engine(config, target, drafters, notify)
         self.tokenizer = self.engine.target.tokenizer
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
 
     def generate(
         self,
@@ -144,15 +96,16 @@ class LLM:
         every: list[Any] = [prompts] if is_one else list(prompts)
         samplings = _for_each(sampling, SamplingParams, len(every), "sampling")
         speculations = _for_each(speculation, SpeculationParams, len(every), "speculation")
-        runs: list[_Run | RequestOutput] = []
-        started: list[_Run] = []
+        runs: list[list[Run] | RequestOutput] = []
+        started: list[Run] = []
         try:
             for prompt, one_sampling, one_speculation in zip(
                 every, samplings, speculations, strict=True
             ):
                 try:
-                    started.append(self._start(prompt, one_sampling, one_speculation))
-                    runs.append(started[-1])
+                    samples = self._start_samples(prompt, one_sampling, one_speculation)
+                    started += samples
+                    runs.append(samples)
                 except ForedraftError as error:
                     if is_one:
                         raise
@@ -161,11 +114,14 @@ class LLM:
                 progress = sys.stderr.isatty() and len(every) > 1
             with _bar(progress, started) as advance:
                 while any(run.output is None for run in started):
-                    self._step(advance)
+                    self.step(advance)
         finally:
             for run in started:
-                self._drop(run)
-        return [run if isinstance(run, RequestOutput) else run.finished() for run in runs]
+                self.drop(run)
+        return [
+            run if isinstance(run, RequestOutput) else _best(run, one_sampling)
+            for run, one_sampling in zip(runs, samplings, strict=True)
+        ]
 
     def stream(
         self,
@@ -190,8 +146,8 @@ class LLM:
         Raises:
             InvalidRequestError: The request cannot be honoured; raised at the call.
         """
-        run = self._start(prompt, sampling or SamplingParams(), speculation or SpeculationParams())
-        return TextStream(self, run)
+        sampling = sampling or SamplingParams()
+        return TextStream(self, self.start(prompt, sampling, speculation or SpeculationParams()))
 
     def close(self) -> None:
         """Drop what still runs, and let drafters save what they keep; safe to repeat.
@@ -200,7 +156,7 @@ class LLM:
             StoreError: It cannot be saved.
         """
         for run in list(self._runs.values()):
-            self._drop(run)
+            self.drop(run)
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -281,36 +237,104 @@ class LLM:
             )
         return self.tokenizer
 
-    def _start(
+    def _start_samples(
         self, prompt: Prompt, sampling: SamplingParams, speculation: SpeculationParams
-    ) -> _Run:
-        request_id = self.engine.add(self.encode(prompt), sampling, speculation)
-        run = _Run(self.tokenizer, self.engine.request_state(request_id))
+    ) -> list[Run]:
+        """Queue a request for each text of a prompt, all or none."""
+        ids = self.encode(prompt)
+        runs: list[Run] = []
+        try:
+            for one in _each_sample(sampling):
+                runs.append(self._start(ids, one, speculation))
+        except ForedraftError:
+            for run in runs:
+                self.drop(run)
+            raise
+        return runs
+
+    def _start(
+        self,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        speculation: SpeculationParams,
+        **options: Any,
+    ) -> Run:
+        request_id = self.engine.add(prompt_ids, sampling, speculation, with_text=True, **options)
+        run = Run(self.engine.request_state(request_id))
         self._runs[request_id] = run
         return run
 
-    def _step(self, on_delta: Callable[[Delta], None] | None = None) -> None:
-        """Run one step of the engine, and hand every request's part to whoever waits for it."""
+    # What streams and servers are made of.
+
+    def start(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        speculation: SpeculationParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> Run:
+        """Queue a request of one text, which comes in a piece for each token.
+
+        Raises:
+            InvalidRequestError: It cannot be honoured, or asks for several texts.
+        """
+        if sampling.num_samples > 1:
+            raise InvalidRequestError(
+                f"{sampling.num_samples} texts of a prompt were asked for, and a stream has one; "
+                "use generate, or a stream for each."
+            )
+        return self._start(
+            self.encode(prompt),
+            sampling,
+            speculation,
+            by_token=True,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+
+    def step(self, on_delta: Callable[[Delta], None] | None = None) -> bool:
+        """Run one step of the engine, and hand every request's part to whoever waits for it.
+
+        Returns:
+            Whether anybody ran: not where all are paused.
+        """
         if not self.engine.has_work:
             raise RuntimeError("a request has not ended, but was taken out of the engine")
-        for delta in self.engine.step():
+        deltas = self.engine.step()
+        for delta in deltas:
             run = self._runs.get(delta.request_id)
             if run is None:
                 continue
             run.take(delta)
             if on_delta is not None:
                 on_delta(delta)
+        return bool(deltas) or not self.engine.is_stalled
 
-    def _drop(self, run: _Run) -> None:
+    def drop(self, run: Run) -> None:
         """Forget a request; end it if it still runs."""
         if self._runs.pop(run.request_id, None) is not None and run.output is None:
             self.engine.abort(run.request_id)
+
+    def end(self, run: Run, error: str | None = None) -> None:
+        """End a request that still runs, with what it has written: its output is made.
+
+        Args:
+            run: The request.
+            error: What went wrong; ``None`` where it was called off (``abort``).
+        """
+        if run.output is None:
+            pieces = self.engine.end_text(run.request_id)
+            self.drop(run)
+            reason = "abort" if error is None else "error"
+            run.take(Delta(run.request_id, (), 0, reason, error=error, pieces=pieces))
 
 
 class TextStream(Iterator[StreamChunk]):
     """One request being generated; iterate over its chunks. Made by ``LLM.stream``."""
 
-    def __init__(self, llm: LLM, run: _Run) -> None:
+    def __init__(self, llm: LLM, run: Run) -> None:
         """Follow ``run``, which is queued already."""
         self._llm = llm
         self._run = run
@@ -324,7 +348,7 @@ class TextStream(Iterator[StreamChunk]):
                 self.close()
                 raise StopIteration
             try:
-                self._llm._step()
+                self._llm.step()
             except BaseException:
                 self.close()
                 raise
@@ -332,7 +356,7 @@ class TextStream(Iterator[StreamChunk]):
 
     def close(self) -> None:
         """End the request if it still runs, and free what it holds; safe to repeat."""
-        self._llm._drop(self._run)
+        self._llm.drop(self._run)
         self._chunks.clear()
 
     def __del__(self) -> None:
@@ -340,68 +364,33 @@ class TextStream(Iterator[StreamChunk]):
         self.close()
 
 
-class _Run:
-    """One request on its way from deltas to an output; a stream's chunks are kept until read."""
-
-    def __init__(self, tokenizer: Any, state: Any) -> None:
-        self._state = state
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
-        self._text: list[str] = []
-        self.request_id: str = state.request.request_id
-        self.output: RequestOutput | None = None
-        self.chunks: deque[StreamChunk] | None = None
-
-    def take(self, delta: Delta) -> None:
-        """Add what a step did."""
-        pieces = self._pieces(delta)
-        self._text.extend(text for text, _ in pieces)
-        if delta.finish_reason is not None:
-            self.output = self._output(delta)
-        if self.chunks is not None:
-            chunk = StreamChunk(
-                "".join(text for text, _ in pieces),
-                tuple(pieces),
-                delta.token_ids,
-                delta.num_accepted,
-                delta.finish_reason,
-                self.output,
-            )
-            self.chunks.append(chunk)
-
-    def finished(self) -> RequestOutput:
-        """Return the output of a run that has ended."""
-        if self.output is None:
-            raise RuntimeError(f"request {self.request_id} has not ended")
-        return self.output
-
-    def _pieces(self, delta: Delta) -> list[tuple[str, bool]]:
-        """The text that a step completed, in pieces, and which of them were drafted."""
-        if self._detokenizer is None:
-            return []
-        shown = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids
-        pieces: list[tuple[str, bool]] = []
-        if self.chunks is None:
-            pieces.append((self._detokenizer.push(shown), False))
-        else:
-            for index, token_id in enumerate(shown):
-                pieces.append((self._detokenizer.push([token_id]), index < delta.num_accepted))
-        if delta.finish_reason is not None:
-            pieces.append((self._detokenizer.flush(), False))
-        return [piece for piece in pieces if piece[0]]
-
-    def _output(self, delta: Delta) -> RequestOutput:
-        request = self._state.request
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt_ids=tuple(request.prompt_ids.tolist()),
-            token_ids=tuple(self._state.output_ids.tolist()),
-            text="".join(self._text),
-            finish_reason=str(delta.finish_reason),
-            stop_token_id=delta.stop_token_id,
-            seed=request.seed,
-            stats=self._state.stats,
-            error=delta.error,
+def _each_sample(sampling: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each text of a prompt, with a seed of its own."""
+    if sampling.num_samples == 1:
+        return [dataclasses.replace(sampling, best_of=None)]
+    seed = secrets.randbits(53) if sampling.seed is None else sampling.seed
+    is_chosen = sampling.num_samples > sampling.n
+    logprobs = 0 if sampling.logprobs is None and is_chosen else sampling.logprobs
+    return [
+        dataclasses.replace(
+            sampling, n=1, best_of=None, seed=(seed + index) % 2**63, logprobs=logprobs
         )
+        for index in range(sampling.num_samples)
+    ]
+
+
+def _best(runs: Sequence[Run], sampling: SamplingParams) -> RequestOutput:
+    """The output of a prompt: its only text, or the first of all that are kept with all of them."""
+    outputs = [run.finished() for run in runs]
+    if len(outputs) == 1:
+        return outputs[0]
+    if len(outputs) > sampling.n:
+        # One that failed comes last, whatever it had written.
+        outputs.sort(key=lambda one: (one.finish_reason == "error", -one.mean_logprob))
+        outputs = outputs[: sampling.n]
+        if sampling.logprobs is None:
+            outputs = [dataclasses.replace(output, logprobs=None) for output in outputs]
+    return dataclasses.replace(outputs[0], samples=tuple(outputs))
 
 
 def _check_unicode(text: str) -> None:
@@ -449,7 +438,7 @@ def _for_each(given: Any, cls: type[Any], count: int, name: str) -> list[Any]:
 
 
 @contextmanager
-def _bar(is_shown: bool, runs: Sequence[_Run]) -> Iterator[Callable[[Delta], None]]:
+def _bar(is_shown: bool, runs: Sequence[Run]) -> Iterator[Callable[[Delta], None]]:
     """A progress bar over requests on standard error, or nothing; gives what moves it on."""
     if not is_shown:
         yield lambda delta: None

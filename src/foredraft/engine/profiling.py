@@ -93,10 +93,11 @@ def measure_profile(
             the larger shapes those that there is time for.
     """
     started = time.monotonic()
+    engine.scheduler.drop_prefixes()
     groups = [
         (batch, context, rows)
         for batch, context, rows in _GROUPS
-        if batch <= engine.cache.num_free_slots and context + max(rows) < engine.cache.capacity
+        if batch <= engine.max_num_requests and context + max(rows) < engine.cache.capacity
     ]
     if not groups:
         short = max(1, engine.cache.capacity - 34)

@@ -94,11 +94,16 @@ class ContiguousKVCache:
         """Slots not taken."""
         return len(self._free)
 
-    def allocate(self) -> int:
-        """Take the lowest free slot, so that running slots stay side by side."""
-        slot = min(self._free)
+    def allocate(self, is_highest: bool = False) -> int:
+        """Take the lowest free slot, so that running slots stay side by side, or the highest."""
+        slot = max(self._free) if is_highest else min(self._free)
         self._free.remove(slot)
         return slot
+
+    @property
+    def lowest_free_slot(self) -> int:
+        """The slot that :meth:`allocate` would give; ``num_slots`` where none is free."""
+        return min(self._free, default=self.num_slots)
 
     def free(self, slot: int) -> None:
         """Give a slot back, and its memory to the operating system."""
@@ -110,6 +115,26 @@ class ContiguousKVCache:
                 values.release(slot, int(self._num_rows[slot]))
         self._num_rows[slot] = 0
         self._free.append(slot)
+
+    def num_rows(self, slot: int) -> int:
+        """Rows of a slot that have been written."""
+        return int(self._num_rows[slot])
+
+    def shorten(self, slot: int, num_rows: int) -> None:
+        """Keep the first rows of a slot; give the memory of the others back."""
+        if self._num_rows[slot] <= num_rows:
+            return
+        for keys, values in self._stores:
+            keys.release(slot, int(self._num_rows[slot]), num_rows)
+            values.release(slot, int(self._num_rows[slot]), num_rows)
+        self._num_rows[slot] = num_rows
+
+    def copy_rows(self, source: int, target: int, num_rows: int) -> None:
+        """Copy the first rows of a slot to another."""
+        for keys, values in self._stores:
+            keys.tensor[target, :num_rows] = keys.tensor[source, :num_rows]
+            values.tensor[target, :num_rows] = values.tensor[source, :num_rows]
+        self.note_rows(target, num_rows)
 
     def note_rows(self, slot: int, num_rows: int) -> None:
         """Record that rows up to ``num_rows`` of a slot have been written."""
@@ -165,12 +190,20 @@ class _Store:
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
 
-    def release(self, slot: int, num_rows: int) -> None:
-        """Give a slot's whole pages back and clear the rest: the next tenant finds zeros."""
+    def release(self, slot: int, num_rows: int, from_row: int = 0) -> None:
+        """Give a slot's whole pages back and clear the rest: the next tenant finds zeros.
+
+        Args:
+            slot: Which.
+            num_rows: Rows that were written.
+            from_row: Rows before this one stay.
+        """
         if self._map is None:
-            self.tensor[slot, :num_rows] = 0
+            self.tensor[slot, from_row:num_rows] = 0
             return
-        first, last = slot * self._slot_bytes, (slot + 1) * self._slot_bytes
+        row_bytes = self._slot_bytes // self.tensor.shape[1]
+        first = slot * self._slot_bytes + from_row * row_bytes
+        last = (slot + 1) * self._slot_bytes
         begin, end = -(-first // _PAGE) * _PAGE, last // _PAGE * _PAGE
         if end <= begin:
             self._bytes[first:last] = 0

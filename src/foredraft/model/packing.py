@@ -80,6 +80,8 @@ class PackedPass:
         position_ids: int64 [1, T].
         logit_rows: int64 [R], rows whose logits are wanted: roots and draft nodes.
         logit_offsets: int64 [num_segments + 1] into ``logit_rows``.
+        prompt_rows: For segments whose prompt's log-probabilities are wanted, by index: their first
+            row and the one behind their last.
         row_offsets: int64 [num_segments + 1] into the T rows.
     """
 
@@ -103,6 +105,7 @@ class PackedPass:
         ids, positions, kv_rows, wanted = [], [], [], []
         row_offsets = [0]
         logit_offsets = [0]
+        self.prompt_rows: dict[int, tuple[int, int]] = {}
         for index, segment in enumerate(plan.segments):
             tree = self._trees[index]
             first, num_nodes = row_offsets[-1], len(tree)
@@ -117,6 +120,8 @@ class PackedPass:
                 np.arange(segment.start, segment.start + num_rows) + segment.slot * cache.capacity
             )
             row_offsets.append(first + num_rows)
+            if segment.wants_prompt_logits:
+                self.prompt_rows[index] = (first, first + segment.num_rows)
             if segment.wants_pick:
                 wanted.append(np.arange(first + segment.num_rows - 1, first + num_rows))
                 logit_offsets.append(logit_offsets[-1] + 1 + num_nodes)

@@ -41,19 +41,34 @@ class Runner:
         """
         target = self.target
         packed = PackedPass(plan, drafts, self.cache, target.device, target.dtype)
-        num_rows, num_wanted = packed.input_ids.shape[1], len(packed.logit_rows)
+        num_picks = len(packed.logit_rows)
+        wanted = packed.logit_rows
+        if packed.prompt_rows:
+            spans = [torch.arange(first, end) for first, end in packed.prompt_rows.values()]
+            wanted = torch.cat([wanted, *(span.to(target.device) for span in spans)])
+        num_rows, num_wanted = packed.input_ids.shape[1], len(wanted)
         options: dict[str, Any] = {PASS_ARGUMENT: packed}
-        if target.keeps_logits and num_wanted < num_rows:
-            options["logits_to_keep"] = packed.logit_rows
+        if target.keeps_logits and (num_wanted < num_rows or packed.prompt_rows):
+            options["logits_to_keep"] = wanted
         if self.hidden_layers:
             options["output_hidden_states"] = True
         out = target.model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, **options
         )
         logits = out.logits[0]
-        if logits.shape[0] != num_wanted:
-            logits = logits[packed.logit_rows]
+        if logits.shape[0] != num_wanted or (packed.prompt_rows and not target.keeps_logits):
+            logits = logits[wanted]
         hidden_states = {layer: out.hidden_states[layer][0] for layer in self.hidden_layers}
+        logits = logits.float().contiguous()
+        prompt_logits: dict[int, torch.Tensor] = {}
+        begin = num_picks
+        for index, (first, end) in packed.prompt_rows.items():
+            prompt_logits[index] = logits[begin : begin + end - first]
+            begin += end - first
         return TargetOutput(
-            logits.float().contiguous(), packed.logit_offsets, hidden_states, packed.row_offsets
+            logits[:num_picks],
+            packed.logit_offsets,
+            hidden_states,
+            packed.row_offsets,
+            prompt_logits,
         )

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foredraft.config import EngineConfig
+    from foredraft.engine.async_engine import AsyncEngine
     from foredraft.engine.engine import Engine
-    from foredraft.engine.llm import LLM, RequestOutput, StreamChunk
+    from foredraft.engine.llm import LLM
+    from foredraft.engine.outputs import RequestOutput, StreamChunk
     from foredraft.errors import ForedraftError
+    from foredraft.grammar import Grammar
     from foredraft.params import SamplingParams, SpeculationParams
 
 __version__ = "0.1.0"
@@ -22,17 +25,21 @@ _PUBLIC = {
     "Engine": "foredraft.engine.engine",
     "EngineConfig": "foredraft.config",
     "ForedraftError": "foredraft.errors",
-    "RequestOutput": "foredraft.engine.llm",
+    "AsyncEngine": "foredraft.engine.async_engine",
+    "Grammar": "foredraft.grammar",
+    "RequestOutput": "foredraft.engine.outputs",
     "SamplingParams": "foredraft.params",
     "SpeculationParams": "foredraft.params",
-    "StreamChunk": "foredraft.engine.llm",
+    "StreamChunk": "foredraft.engine.outputs",
 }
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "Engine",
     "EngineConfig",
     "ForedraftError",
+    "Grammar",
     "RequestOutput",
     "SamplingParams",
     "SpeculationParams",

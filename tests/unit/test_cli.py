@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from foredraft import LLM, SamplingParams, __version__
+from foredraft import LLM, Grammar, SamplingParams, __version__
 from foredraft.cli.generate import generate
 from foredraft.cli.main import main
 from tests.folders import CONTEXT, edit_json, make_folder, make_parrot
@@ -34,6 +34,8 @@ KEYS = {
     "decode_tokens_per_s", "acceptance_length", "acceptance_rate", "acceptance_by_position",
     "num_verify_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "time_s",
     "num_wasted_tokens", "members", "estimated_speedup", "predicted_speedup",
+    "stop_string",
+    "logprobs",
 }  # fmt: skip
 COMPARE_KEYS = {
     "plain_tokens_per_s",
@@ -188,6 +190,11 @@ def test_verification(run: Run, singer: Path, rule: str) -> None:
         ("--top-p", "top_p", 0.2),
         ("--min-p", "min_p", 0.4),
         ("--seed", "seed", 8),
+        ("--typical-p", "typical_p", 0.3),
+        ("--top-n-sigma", "top_n_sigma", 0.8),
+        ("--repetition-penalty", "repetition_penalty", 1.5),
+        ("--presence-penalty", "presence_penalty", 2.0),
+        ("--frequency-penalty", "frequency_penalty", 2.0),
     ],
 )
 def test_sampling_options(
@@ -354,6 +361,34 @@ def test_a_draft_model_drafts(run: Run, folder: Path, method: str) -> None:
     assert ("proposed by" in out) == (method == "auto")
 
 
+def test_bias_bans_stops_and_forms(run: Run, llm: LLM, folder: Path, tmp_path: Path) -> None:
+    base: dict[str, Any] = {"max_tokens": 30}
+    plain = _text(llm, **base)
+    first, second = plain["token_ids"][:2]
+    stop = plain["text"][4:6]
+    schema, grammar = tmp_path / "schema.json", tmp_path / "form.lark"
+    schema.write_text('{"type": "integer", "minimum": 100}', encoding="utf-8")
+    grammar.write_text('start: ("a" | "b")+ "."', encoding="utf-8")
+    for arguments, options in (
+        (("--logit-bias", f"{first}=-100"), {"logit_bias": {first: -100}}),
+        (("--bad-token-id", second), {"bad_token_ids": (second,)}),
+        (("--stop", stop), {"stop": (stop,)}),
+        (("--stop", stop, "--include-stop"), {"stop": (stop,), "include_stop": True}),
+        (("--stop", stop, "--min-tokens", 20), {"stop": (stop,), "min_tokens": 20}),
+        (("--regex", "[xy]{3}z"), {"grammar": Grammar.regex("[xy]{3}z")}),
+        (("--json-schema", schema), {"grammar": Grammar.json_schema(schema.read_text())}),
+        (("--grammar", grammar), {"grammar": Grammar.lark(grammar.read_text())}),
+    ):
+        result = _result(run, "--model", folder, PROMPT, "--max-tokens", 30, *arguments)
+        assert _agrees(result, _text(llm, **(base | options)))
+        assert (result["text"] != plain["text"]) == ("--min-tokens" not in arguments)
+    stopped = _result(run, "--model", folder, PROMPT, "--max-tokens", 30, "--stop", stop)
+    assert (stopped["finish_reason"], stopped["stop_string"]) == ("stop", stop)
+    told = _result(run, "--model", folder, PROMPT, *SHORT, "--logprobs", 2)
+    assert [one["token_id"] for one in told["logprobs"]] == told["token_ids"]
+    assert all(len(one["top"]) == 2 and one["logprob"] <= 0 for one in told["logprobs"])
+
+
 def test_every_option_has_a_test_above() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
     for name in inspect.signature(generate).parameters:
@@ -476,6 +511,14 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["generate", "x", "--max-tokens", "0"], "max_tokens is 0"),
     (["generate", "x", "--max-tokens", "1e3"], "--max-tokens"),
     (["generate", "x", "--stop-token-id", "-1"], "stop_token_ids holds -1"),
+    (["generate", "x", "--logit-bias", "3"], "--logit-bias is '3'"),
+    (["generate", "x", "--logit-bias", "a=1"], "--logit-bias is 'a=1'"),
+    (["generate", "x", "--logit-bias", "3=1000"], "is 1000"),
+    (["generate", "x", "--regex", "a", "--grammar", __file__], "--regex and --grammar are given"),
+    (["generate", "x", "--json-schema", "/no/such.json"], "/no/such.json cannot be read"),
+    (["generate", "x", "--logprobs", "2"], "with --json alone"),
+    (["generate", "x", "--typical-p", "0"], "typical_p is 0"),
+    (["generate", "x", "--min-tokens", "-1"], "min_tokens is -1"),
     (["generate", "x", "--rounds", "0", "--compare"], "rounds is 0"),
     (["generate", "x", "--prediction-file", "/no/such.txt"], "is for --method prediction or auto"),
     (

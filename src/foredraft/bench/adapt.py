@@ -71,7 +71,7 @@ def run(
     """
     with harness.Progress("bench adapt") as progress:
         progress("loading")
-        llm = LLM(model, notify=progress.say)
+        llm = LLM(model, notify=progress.say, reuse_prefixes=False)
         profile = known_profile(llm.engine.target)
         if profile is None:
             profile = measure_profile(llm.engine, lambda text, share: progress(f"profile, {text}"))

@@ -43,7 +43,7 @@ def run(
     """
     with harness.Progress("bench decode") as progress:
         progress("loading")
-        llm = LLM(model, notify=progress.say)
+        llm = LLM(model, notify=progress.say, reuse_prefixes=False)
         cells: list[dict[str, Any]] = []
         summary: dict[str, Any] = {}
         _verify_cost(llm, rounds, cells, summary, progress)

@@ -56,7 +56,7 @@ def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
     """
     with harness.Progress("bench drafters") as progress:
         progress("loading")
-        llm = LLM(model, notify=progress.say)
+        llm = LLM(model, notify=progress.say, reuse_prefixes=False)
         texts = streams(llm, data, _NUM_QUESTIONS, _NUM_TOKENS, progress)
         vocab_size = llm.engine.target.vocab_size
         cells = []

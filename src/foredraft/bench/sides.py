@@ -54,7 +54,7 @@ class Side:
             num_requests: How many decode at once.
         """
         self._num_requests = num_requests
-        config = EngineConfig(max_num_requests=self._num_requests)
+        config = EngineConfig(max_num_requests=num_requests, reuse_prefixes=False)
         self.engine = Engine(config, target=target)
         self._ids = prompt_ids
         self._sampling = SamplingParams(max_tokens=num_tokens + 1, ignore_eos=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,11 +13,11 @@ from foredraft.errors import InvalidRequestError
 from foredraft.model.source import find_source
 from foredraft.plan.trace import append_trace
 
-_BENCHES = ("decode", "adapt", "drafters")
+_BENCHES = ("decode", "adapt", "drafters", "batch")
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="Which: decode, adapt or drafters.")],
+    name: Annotated[str, typer.Argument(help="Which: decode, adapt, drafters or batch.")],
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
@@ -42,9 +42,9 @@ def bench(
         raise InvalidRequestError(
             f"--data is for the bench drafters, and this is {name!r}; leave it out."
         )
-    if trace is not None and name == "drafters":
+    if trace is not None and name not in ("decode", "adapt"):
         raise InvalidRequestError(
-            "--trace is for the benches decode and adapt, and this is 'drafters'; leave it out."
+            f"--trace is for the benches decode and adapt, and this is {name!r}; leave it out."
         )
     find_source(model)
     check_output("--out", out)
@@ -55,8 +55,14 @@ def bench(
         if trace is not None:
             append_trace(trace, lines)
 
-    options = {"data": data} if name == "drafters" else {"trace": record}
-    report = importlib.import_module(f"foredraft.bench.{name}").run(model, rounds, **options)
+    options: dict[str, dict[str, Any]] = {
+        "decode": {"trace": record},
+        "adapt": {"trace": record},
+        "drafters": {"data": data},
+    }
+    report = importlib.import_module(f"foredraft.bench.{name}").run(
+        model, rounds, **options.get(name, {})
+    )
     line = json.dumps(report)
     if out is not None:
         out.write_text(line + "\n", encoding="utf-8")

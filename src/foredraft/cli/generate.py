@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import statistics
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.compare import compare_with_plain
 from foredraft.cli.drafter_options import drafter_options_of, read_prediction
 from foredraft.cli.files import check_output
+from foredraft.cli.one_prompt import generate_one
 from foredraft.cli.prompts import read_prompts
+from foredraft.cli.sampling_options import describe, read_biases, read_grammar
 from foredraft.cli.screen import Screen
 from foredraft.cli.stats import say_stats
 from foredraft.config import EngineConfig
@@ -35,10 +32,8 @@ from foredraft.registry import (
 )
 
 if TYPE_CHECKING:
-    from foredraft.engine.llm import LLM, RequestOutput
-    from foredraft.engine.near_tie import NearTieReport
+    from foredraft.engine.llm import LLM
 
-_SHOWN_POSITIONS = 8
 _DEFAULT_ROUNDS = 3
 _EXAMPLES = """
 Examples:
@@ -52,7 +47,9 @@ Examples:
   foredraft generate --prompt-file prompts.jsonl --json > results.jsonl
 
 --json prints one object a prompt, with the keys text, token_ids,
-num_prompt_tokens, num_tokens, finish_reason, seed, tokens_per_s,
+num_prompt_tokens, num_tokens, finish_reason, stop_string, logprobs (null
+without --logprobs; else for each token token_id, logprob, rank and top),
+seed, tokens_per_s,
 decode_tokens_per_s, acceptance_length, acceptance_rate,
 acceptance_by_position, num_verify_steps, num_drafts, num_draft_tokens,
 num_accepted_tokens, num_wasted_tokens, members (of --method auto: what
@@ -109,6 +106,51 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     stop_token_id: Annotated[
         list[int] | None, typer.Option(help="A token id that ends the text. May be repeated.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A string that ends the text, which ends before it. May be repeated."),
+    ] = None,
+    include_stop: Annotated[
+        bool, typer.Option("--include-stop", help="Keep the string that ended the text in it.")
+    ] = False,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before which nothing ends the text.")] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, what is in prompt or text comes again less often.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the logits of what is in the text.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, for every time that it is in it.")
+    ] = 0.0,
+    typical_p: Annotated[
+        float, typer.Option(help="Keep the tokens of most typical surprise up to this mass.")
+    ] = 1.0,
+    top_n_sigma: Annotated[
+        float,
+        typer.Option(help="Keep logits within so many deviations of the largest; 0 keeps all."),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(help="ID=NUMBER, added to a token's logit. May be repeated."),
+    ] = None,
+    bad_token_id: Annotated[
+        list[int] | None, typer.Option(help="A token id never picked. May be repeated.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="A file with the JSON schema that the text must keep to.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="A regular expression that the text must match as a whole.")
+    ] = None,
+    grammar: Annotated[
+        Path | None,
+        typer.Option(help="A file with a grammar in Lark's syntax, beginning at start."),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: log-probabilities, with so many of the likeliest tokens."),
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the model's end-of-sequence token.")
@@ -187,6 +229,19 @@ def generate(
         seed=seed,
         max_tokens=max_tokens,
         stop_token_ids=tuple(stop_token_id or ()),
+        stop=tuple(stop or ()),
+        include_stop=include_stop,
+        min_tokens=min_tokens,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        typical_p=typical_p,
+        top_n_sigma=top_n_sigma,
+        logit_bias=read_biases(logit_bias or []),
+        bad_token_ids=tuple(bad_token_id or ()),
+        grammar=read_grammar(json_schema, regex, grammar),
+        logprobs=logprobs,
+        reuse_prefix=not compare,
         ignore_eos=ignore_eos,
     )
     speculation = SpeculationParams(
@@ -199,6 +254,8 @@ def generate(
     if method != PLAIN and method not in METHODS:
         drafter_class(method)
     num_rounds = _check_rounds(rounds, compare)
+    if logprobs is not None and not as_json:
+        raise InvalidRequestError("--logprobs is printed with --json alone; add it.")
     check_output("--trace", trace)
     config = EngineConfig(
         model,
@@ -223,9 +280,11 @@ def generate(
             try:
                 shown = None if as_json else screen
                 if compare:
-                    result = _compare(llm, prompt, sampling, speculation, num_rounds, shown, screen)
+                    result = compare_with_plain(
+                        llm, prompt, sampling, speculation, num_rounds, shown, screen
+                    )
                 else:
-                    result = _generate_one(llm, prompt, sampling, speculation, shown)
+                    result = generate_one(llm, prompt, sampling, speculation, shown)
             except ForedraftError as error:
                 num_failed += 1
                 result = {"error": str(error)}
@@ -321,235 +380,8 @@ def _say_settings(
         f"{dtype} on {target.device}",
         f"context {target.max_model_len}",
         how,
-        _describe(sampling),
+        describe(sampling),
     ]
     screen.line(" · ".join(parts), is_dim=True)
     if not is_plain:
         screen.legend()
-
-
-def _describe(sampling: SamplingParams) -> str:
-    if sampling.is_greedy:
-        return "temperature 0 (argmax)"
-    parts = [f"temperature {sampling.temperature:g}"]
-    for name, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        value = getattr(sampling, name)
-        if value != default:
-            parts.append(f"{name} {value:g}")
-    return ", ".join(parts)
-
-
-def _generate_one(
-    llm: LLM,
-    prompt: Any,
-    sampling: SamplingParams,
-    speculation: SpeculationParams,
-    screen: Screen | None,
-) -> dict[str, Any]:
-    output = _stream(llm, prompt, sampling, speculation, screen)
-    result = _figures(output)
-    if screen is not None:
-        _say_figures(screen, result, sampling)
-    return result
-
-
-def _stream(
-    llm: LLM,
-    prompt: Any,
-    sampling: SamplingParams,
-    speculation: SpeculationParams,
-    screen: Screen | None,
-) -> RequestOutput:
-    output = None
-    has_text = False
-    try:
-        with _between_steps() as check:
-            for chunk in llm.stream(prompt, sampling, speculation):
-                if screen is not None:
-                    for text, is_draft in chunk.pieces:
-                        screen.text(text, is_draft)
-                        has_text = True
-                output = chunk.output
-                check()
-    finally:  # whatever comes next, an error too, begins on a line of its own
-        if screen is not None and has_text:
-            screen.line()
-    if output is None or output.finish_reason == "error":
-        raise ForedraftError(output.error if output is not None and output.error else "no output")
-    return output
-
-
-@contextmanager
-def _between_steps() -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C wait for the end of a step; what is yielded raises it there. A second one is rude.
-
-    Raised anywhere, it could meet compiled code or a finaliser, and be lost or turned into another
-    error.
-    """
-    is_asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal is_asked
-        if is_asked:
-            raise KeyboardInterrupt
-        is_asked = True
-
-    def check() -> None:
-        if is_asked:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # signals do not come here
-        yield check
-        return
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _compare(
-    llm: LLM,
-    prompt: Any,
-    sampling: SamplingParams,
-    speculation: SpeculationParams,
-    rounds: int,
-    shown: Screen | None,
-    screen: Screen,
-) -> dict[str, Any]:
-    """Plain and speculative in turn; a first run is shown, the medians of the rest are compared."""
-    import dataclasses
-
-    renew = llm.engine.drafting.renew  # no run may draft from what another one learnt
-    renew()
-    output = _stream(llm, prompt, sampling, speculation, shown)
-    sampling = dataclasses.replace(sampling, seed=output.seed)
-    plain = SpeculationParams(PLAIN, 0, speculation.verification)
-    plains, outputs = [], []
-    with screen.status("Comparing") as status:
-        for index in range(rounds):
-            status.update(f"Comparing with plain decoding: round {index + 1} of {rounds}")
-            plains.append(_stream(llm, prompt, sampling, plain, None))
-            renew()
-            outputs.append(_stream(llm, prompt, sampling, speculation, None))
-    is_same = all(o.token_ids == plains[0].token_ids for o in (output, *outputs, *plains))
-    report = None
-    if not is_same and sampling.is_greedy:
-        from foredraft.engine.near_tie import check_greedy
-
-        other = next(o for o in (output, *outputs, *plains) if o.token_ids != plains[0].token_ids)
-        report = check_greedy(llm.engine, other.prompt_ids, other.token_ids)
-    result = _figures(outputs[0]) | {
-        "tokens_per_s": statistics.median(_rate(o) for o in outputs),
-        "plain_tokens_per_s": statistics.median(_rate(o) for o in plains),
-        "speedup": statistics.median(
-            _rate(o) / _rate(p) for o, p in zip(outputs, plains, strict=True)
-        ),
-        "same_text": is_same,
-        "is_lossless_up_to_near_ties": None if report is None else report.is_lossless,
-        "worst_near_tie_ulps": None if report is None else report.worst_ulps,
-    }
-    if shown is not None:
-        _say_figures(shown, result, sampling)
-        shown.line(_comparison(result, report, llm, sampling, speculation))
-    return result
-
-
-def _rate(output: RequestOutput) -> float:
-    rate = output.stats.tokens_per_s
-    if rate is None:
-        raise ForedraftError("no token was generated, so there is no rate to compare")
-    return rate
-
-
-def _figures(output: RequestOutput) -> dict[str, Any]:
-    stats = output.stats
-    return {
-        "text": output.text,
-        "token_ids": list(output.token_ids),
-        "num_prompt_tokens": stats.num_prompt_tokens,
-        "num_tokens": stats.num_tokens,
-        "finish_reason": output.finish_reason,
-        "seed": output.seed,
-        "tokens_per_s": stats.tokens_per_s,
-        "decode_tokens_per_s": stats.decode_tokens_per_s,
-        "acceptance_length": stats.acceptance_length,
-        "acceptance_rate": stats.acceptance_rate,
-        "acceptance_by_position": stats.acceptance_by_position,
-        "num_verify_steps": stats.num_verify_steps,
-        "num_drafts": stats.num_drafts,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "num_wasted_tokens": stats.num_wasted_tokens,
-        "estimated_speedup": stats.estimated_speedup,
-        "predicted_speedup": stats.predicted_speedup,
-        "steps": stats.steps,
-        "members": stats.members,
-        "decode_s": stats.elapsed_s - stats.first_token_s,
-        "time_s": {
-            "draft": stats.draft_s,
-            "target": stats.target_s,
-            "verify": stats.verify_s,
-            "host": stats.host_s,
-        },
-    }
-
-
-def _say_figures(screen: Screen, result: dict[str, Any], sampling: SamplingParams) -> None:
-    noun = "token" if result["num_tokens"] == 1 else "tokens"
-    parts = [f"{result['num_tokens']} {noun}", f"{result['tokens_per_s']:.1f} tokens/s"]
-    if result["finish_reason"] == "length":
-        parts[0] += " (the limit)"
-    if result["num_drafts"]:
-        parts.append(f"acceptance length {result['acceptance_length']:.2f}")
-        rates = result["acceptance_by_position"]
-        by_position = " ".join(f"{rate:.2f}" for rate in rates[:_SHOWN_POSITIONS])
-        if len(rates) > _SHOWN_POSITIONS:
-            by_position += f" ... {rates[-1]:.2f} (of {len(rates)})"
-        parts.append(f"accepted by position {by_position or 'none'}")
-    if result["estimated_speedup"] is not None and result["num_drafts"]:
-        parts.append(
-            f"{result['estimated_speedup']:.2f}x plain as estimated "
-            f"({result['predicted_speedup']:.2f}x foreseen)"
-        )
-    total = sum(result["time_s"].values()) or 1.0
-    shares = [f"{name} {seconds / total:.1%}" for name, seconds in result["time_s"].items()]
-    parts.append("time " + ", ".join(shares))
-    if not sampling.is_greedy:
-        parts.append(f"seed {result['seed']}")
-    screen.line(" · ".join(parts), is_dim=True)
-
-
-def _comparison(
-    result: dict[str, Any],
-    report: NearTieReport | None,
-    llm: LLM,
-    sampling: SamplingParams,
-    speculation: SpeculationParams,
-) -> str:
-    line = (
-        f"plain {result['plain_tokens_per_s']:.1f} tokens/s, speculative "
-        f"{result['tokens_per_s']:.1f} tokens/s: {result['speedup']:.2f}x, "
-    )
-    if result["same_text"]:
-        return line + "same text"
-    line += "another text: "
-    dtype = str(llm.engine.target.dtype).removeprefix("torch.")
-    is_exact = dtype in ("float32", "float64")
-    remedy = "" if is_exact else "; --dtype float32 gives the same text"
-    if report is not None and report.is_lossless:
-        return (
-            f"{line}a near tie, {report.worst_ulps:.1f} units of the last {dtype} digit apart, "
-            f"went the other way{remedy}"
-        )
-    if report is not None:
-        return (
-            f"{line}a token is {report.worst_ulps:.1f} units of the last {dtype} digit from the "
-            f"target's own choice, where {report.max_ulps:g} are allowed; this is a fault, please "
-            "report it"
-        )
-    if speculation.verification != "walk" and not sampling.is_greedy:
-        return f"{line}{speculation.verification} is exact in law, not token for token"
-    if is_exact:
-        return f"{line}in {dtype} this is a fault, please report it"
-    return f"{line}rounding changed a draw{remedy}"

@@ -1,0 +1,232 @@
+"""``make bench-batch``: many requests at once, plain and drafting, beside Transformers.
+
+Each side serves the same requests to the end, prompts included, at most so many at a time. What
+common beginnings save, and what memory comes to, is measured beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from foredraft.bench import harness, workloads
+from foredraft.bench.sides import settle
+from foredraft.config import EngineConfig
+from foredraft.engine.engine import Engine
+from foredraft.engine.llm import LLM
+from foredraft.engine.request_state import RequestState
+from foredraft.model.loader import Target
+from foredraft.params import SamplingParams, SpeculationParams
+
+_CONCURRENCY = (1, 2, 4, 8, 16, 32)
+_KINDS = ("copy", "chat")
+_NUM_TOKENS = 64
+_LEAST_REQUESTS = 8
+_SIDES = {
+    "plain": SpeculationParams("none", 0),
+    "auto": SpeculationParams("auto"),
+}
+_PREFIX_TOKENS, _PREFIX_REQUESTS = 768, 6
+_BOUND_TOKENS, _BOUND_REQUESTS = 6000, 24
+
+
+def run(model: str, rounds: int) -> dict[str, Any]:
+    """Measure everything; return the report.
+
+    Args:
+        model: The target.
+        rounds: Interleaved rounds.
+    """
+    with harness.Progress("bench batch") as progress:
+        progress("loading")
+        llm = LLM(model, notify=progress.say, reuse_prefixes=False)
+        target = llm.engine.target
+        theirs = _load_transformers(target, progress)
+        progress("warming up")
+        settle(llm.engine, 16, _NUM_TOKENS, 8)
+        cells: list[dict[str, Any]] = []
+        for kind in _KINDS:
+            for concurrency in _CONCURRENCY:
+                cells.append(_cell(llm, theirs, kind, concurrency, rounds, progress))
+                shown = "  ".join(f"{n} {v:.2f}" for n, v in cells[-1]["speedup"].items())
+                progress.say(f"{kind:5} {concurrency:2} at once: {shown}")
+        prefix = _prefix(llm, rounds, progress)
+        memory = _memory(target, progress)
+        summary = _summary(cells, prefix, memory)
+        for name, value in summary.items():
+            progress.say(f"{name:28} {value if value is None else round(value, 3)}")
+    return harness.report("batch", [*cells, prefix, memory], summary)
+
+
+def _load_transformers(target: Target, progress: harness.Progress) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from foredraft.model.loader import resolve_source
+
+    progress("loading the model in Transformers")
+    source = resolve_source(target.name, target.dtype, progress.say)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype).eval()
+
+
+def _cell(
+    llm: LLM, theirs: Any, kind: str, concurrency: int, rounds: int, progress: harness.Progress
+) -> dict[str, Any]:
+    """One kind of work with so many requests at once."""
+    num_requests = max(_LEAST_REQUESTS, concurrency)
+    prompts = workloads.prompts_of(kind, workloads.MOST_PROMPTS)
+    ids = [llm.encode(prompts[index % len(prompts)]) for index in range(num_requests)]
+    latencies: dict[str, list[float]] = {name: [] for name in _SIDES}
+    firsts: dict[str, list[float]] = {name: [] for name in _SIDES}
+    # Each side has an engine of its own, and learns from its own requests alone.
+    config = EngineConfig(max_num_requests=concurrency, reuse_prefixes=False)
+    engines = {name: Engine(config, target=llm.engine.target) for name in _SIDES}
+
+    def ours(name: str) -> float:
+        started = time.perf_counter()
+        states = _serve(engines[name], ids, _SIDES[name])
+        seconds = time.perf_counter() - started
+        latencies[name] += [state.stats.elapsed_s for state in states]
+        firsts[name] += [state.stats.first_token_s for state in states]
+        return sum(state.stats.num_tokens for state in states) / seconds
+
+    def transformers() -> float:
+        started = time.perf_counter()
+        for first in range(0, num_requests, concurrency):
+            _their_batch(theirs, ids[first : first + concurrency])
+        return num_requests * _NUM_TOKENS / (time.perf_counter() - started)
+
+    sides: dict[str, Callable[[], float]] = {
+        name: (lambda name=name: ours(name))  # type: ignore[misc]
+        for name in _SIDES
+    }
+    sides["transformers"] = transformers
+    rates = harness.interleave(
+        sides, rounds, tell=lambda text: progress(f"{kind}, {concurrency} at once, {text}")
+    )
+    return {
+        "what": "served",
+        "kind": kind,
+        "concurrency": concurrency,
+        "tokens_per_s": {name: harness.spread(values) for name, values in rates.items()},
+        "speedup": {name: harness.ratio(values, rates["plain"]) for name, values in rates.items()},
+        "latency_s": {name: harness.spread(values) for name, values in latencies.items()},
+        "first_token_s": {name: harness.spread(values) for name, values in firsts.items()},
+    }
+
+
+def _serve(
+    engine: Engine, ids: Sequence[np.ndarray], speculation: SpeculationParams
+) -> list[RequestState]:
+    """Serve every prompt to the end."""
+    sampling = SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True)
+    states = [engine.request_state(engine.add(prompt, sampling, speculation)) for prompt in ids]
+    while engine.has_work:
+        engine.step()
+    return states
+
+
+def _their_batch(theirs: Any, ids: Sequence[np.ndarray]) -> None:
+    """The same prompts by ``generate``, padded on the left."""
+    longest = max(len(prompt) for prompt in ids)
+    inputs = torch.zeros((len(ids), longest), dtype=torch.int64)
+    mask = torch.zeros_like(inputs)
+    for row, prompt in enumerate(ids):
+        inputs[row, longest - len(prompt) :] = torch.from_numpy(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    with torch.inference_mode():
+        theirs.generate(
+            inputs.to(theirs.device),
+            attention_mask=mask.to(theirs.device),
+            do_sample=False,
+            max_new_tokens=_NUM_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+
+def _prefix(llm: LLM, rounds: int, progress: harness.Progress) -> dict[str, Any]:
+    """Requests that share a long beginning, one after the other: time to the first token."""
+    target = llm.engine.target
+    rng = np.random.default_rng(0)
+    most = min(1000, target.vocab_size - 1)
+    texts = [rng.integers(1, most, _PREFIX_TOKENS) for _ in range(2)]
+    tails = [rng.integers(1, most, 24) for _ in range(_PREFIX_REQUESTS)]
+    engines = {
+        name: Engine(EngineConfig(reuse_prefixes=is_warm), target=target)
+        for name, is_warm in (("cold", False), ("warm", True))
+    }
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def side(name: str, number: int) -> float:
+        times = []
+        for index, tail in enumerate(tails):
+            prompt = np.concatenate([texts[number % 2], tail])
+            started = time.perf_counter()
+            engines[name].add(prompt, sampling, _SIDES["plain"])
+            while engines[name].has_work:
+                engines[name].step()
+            if index:  # the first has nothing to begin from
+                times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    counters = {"cold": 0, "warm": 0}
+
+    def timed(name: str) -> float:
+        counters[name] += 1
+        engines[name].scheduler.drop_prefixes()
+        return side(name, counters[name])
+
+    times = harness.interleave(
+        {"cold": lambda: timed("cold"), "warm": lambda: timed("warm")}, rounds, tell=progress
+    )
+    return {
+        "what": f"a common beginning of {_PREFIX_TOKENS} tokens",
+        "first_token_s": {name: harness.spread(values) for name, values in times.items()},
+        "saved": 1 - harness.ratio(times["warm"], times["cold"]),
+        "share_of_prompt": _PREFIX_TOKENS / (_PREFIX_TOKENS + 24),
+    }
+
+
+def _memory(target: Target, progress: harness.Progress) -> dict[str, Any]:
+    """Requests that want far more memory than the bound: what is counted, what is resident."""
+    progress("memory")
+    probe = Engine(EngineConfig(max_num_requests=1), target=target)
+    bound = _BOUND_TOKENS * probe.cache.bytes_per_row
+    config = EngineConfig(max_num_requests=_BOUND_REQUESTS, kv_cache_gb=bound / 2**30)
+    engine = Engine(config, target=target)
+    rng = np.random.default_rng(1)
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    process = psutil.Process()
+    for _ in range(_BOUND_REQUESTS):
+        engine.add(rng.integers(1, 1000, 400), sampling, _SIDES["auto"])
+    before = process.memory_info().rss
+    counted = resident = 0
+    while engine.has_work:
+        engine.step()
+        counted = max(counted, engine.cache.bytes_in_use)
+        resident = max(resident, process.memory_info().rss - before)
+    return {
+        "what": "memory",
+        "bytes_bound": bound,
+        "bytes_counted": counted,
+        "bytes_resident_more": resident,
+        "num_preemptions": engine.scheduler.num_preemptions,
+    }
+
+
+def _summary(
+    cells: Sequence[dict[str, Any]], prefix: dict[str, Any], memory: dict[str, Any]
+) -> dict[str, Any]:
+    at_16 = [cell["speedup"] for cell in cells if cell["concurrency"] == 16]
+    return {
+        "min_auto_vs_plain": min(cell["speedup"]["auto"] for cell in cells),
+        "plain_b16_vs_transformers": min(1 / speedup["transformers"] for speedup in at_16),
+        "prefix_hit_saving": prefix["saved"],
+        "peak_memory_vs_bound": memory["bytes_counted"] / memory["bytes_bound"],
+    }

@@ -279,3 +279,39 @@ def test_a_grammar_that_nothing_satisfies_ends_its_request_alone() -> None:
     assert outputs[0].finish_reason == "error"
     assert "no token is allowed" in str(outputs[0].error)
     assert outputs[1].finish_reason != "error"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_grammars_and_plain_requests_in_one_batch_do_not_meet(temperature: float) -> None:
+    """Each writes what it writes alone, with drafts that the form allows and others."""
+    pytest.importorskip("llguidance")
+    prompts = [PROMPT, "seven", PROMPT, "A letter to the harbour"]
+    samplings = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=40, grammar=grammar)
+        for i, grammar in enumerate(
+            [GRAMMARS["schema"], None, Grammar.regex("[ab]{3}(one|two)+x"), None]
+        )
+    ]
+    alone = [
+        llm_with().generate(prompt, sampling, PLAIN)[0]
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    whole = [list(one.prompt_ids) + list(one.token_ids) for one in alone]
+    for method in METHODS:
+        llm = llm_with(whole)
+        found = llm.generate(prompts, samplings, SpeculationParams(method, 7))
+        assert [(f.token_ids, f.finish_reason) for f in found] == [
+            (one.token_ids, one.finish_reason) for one in alone
+        ]
+
+
+def test_what_a_grammar_forces_is_drafted_for_free() -> None:
+    """A method that finds nothing still has the tokens that the form leaves no choice about."""
+    pytest.importorskip("llguidance")
+    form = Grammar.lark('start: "the harbour library opened its new reading room " /[ab]/')
+    sampling = SamplingParams(max_tokens=60, grammar=form)
+    plain = llm_with().generate("seven", sampling, PLAIN)[0]
+    found = llm_with().generate("seven", sampling, SpeculationParams("ngram", 16))[0]
+    assert found.token_ids == plain.token_ids
+    assert found.stats.members["grammar"][1] > 0
+    assert found.stats.num_verify_steps < plain.stats.num_verify_steps

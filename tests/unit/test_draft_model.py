@@ -269,3 +269,34 @@ def test_a_dear_draft_model_is_said_so() -> None:
         context = DrafterContext(VOCAB, CONTEXT, weight_bytes=10 * weight_bytes)
         DraftModelDrafter(DraftModelConfig(), context, copy.copy(target))
     assert not said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("chunk", [16, 63, 512])
+def test_common_beginnings_and_being_put_out_lower_no_acceptance(
+    temperature: float, chunk: int
+) -> None:
+    """The target skips what is in its cache already; the draft model must not miss it."""
+    target = family_target("llama")
+    shared = _RNG.integers(3, VOCAB, 90).tolist()
+    prompts = [shared, shared, [*shared[:70], *PROMPTS[3]], [*shared, *PROMPTS[2]], shared[:64]]
+    plain = run(engine(target), prompts, samplings(temperature), SpeculationParams("none"))
+    row_bytes = engine(target).cache.bytes_per_row
+    for num_rows in (2000, 300):
+        the_engine = engine(
+            target,
+            {METHOD: drafter(family_target("llama"))},
+            max_num_requests=3,
+            max_num_batched_tokens=chunk,
+            reuse_prefixes=True,
+            kv_cache_gb=(num_rows + 0.5) * row_bytes / 2**30,
+        )
+        for _ in range(2):  # cold, then warm
+            ended = run_to_end(
+                the_engine, prompts, samplings(temperature), SpeculationParams(METHOD, 4)
+            )
+            assert [one.ids for one in ended] == plain
+            for one in ended:
+                assert one.stats.num_accepted_tokens == one.stats.num_draft_tokens > 0
+        assert sum(one.stats.num_reused_tokens for one in ended) > 200
+        assert (the_engine.scheduler.num_preemptions > 0) == (num_rows == 300)

@@ -10,23 +10,8 @@ from foredraft.bench import gpu_check
 
 
 def test_the_check_on_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_check.main(
-        [
-            "--shape",
-            "tiny",
-            "--device",
-            "cpu",
-            "--batches",
-            "1",
-            "3",
-            "--context",
-            "40",
-            "--num-tokens",
-            "30",
-            "--acceptance",
-            "0.9",
-        ]
-    )
+    options = "--shape tiny --device cpu --batches 1 3 --context 40 --num-tokens 30"
+    gpu_check.main([*options.split(" "), "--acceptance", "0.9"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     one, three = report["cells"]
     assert (one["batch"], three["batch"]) == (1, 3)

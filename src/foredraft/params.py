@@ -434,15 +434,17 @@ class SpeculationParams:
             )
         if self.prediction is not None and not isinstance(self.prediction, str):
             allowed = "a text, or token ids of 0 or more"
-            if isinstance(self.prediction, bytes) or not hasattr(self.prediction, "__iter__"):
+            is_sequence = hasattr(self.prediction, "__iter__")
+            if isinstance(self.prediction, bytes | Mapping) or not is_sequence:
                 raise InvalidRequestError(
                     f"prediction is {self.prediction!r}; allowed is {allowed}. Leave it out."
                 )
             ids = tuple(_integer("prediction", t, allowed, "Remove it.") for t in self.prediction)
-            if any(token_id < 0 for token_id in ids):
-                raise InvalidRequestError(
-                    f"prediction holds {min(ids)}; allowed is {allowed}. Remove it."
-                )
+            for token_id in ids:
+                if not 0 <= token_id < 2**63:
+                    raise InvalidRequestError(
+                        f"prediction holds {token_id}; allowed is {allowed}. Remove it."
+                    )
             object.__setattr__(self, "prediction", ids)
 
     @property

@@ -140,6 +140,8 @@ BAD_SPECULATION = [
     ("suffix_scope", 7, "7", "a string"),
     ("prediction", 7, "7", "a text, or token ids"),
     ("prediction", [1, -2], "-2", "a text, or token ids"),
+    ("prediction", [2**63], str(2**63), "a text, or token ids"),
+    ("prediction", {1: 2}, "{1: 2}", "a text, or token ids"),
 ]
 
 BAD_CONFIG = [

@@ -198,6 +198,29 @@ def test_a_drafter_that_raises_hurts_nobody_else(where: str, in_portfolio: bool)
         assert suffix.shared.num_tokens > 0 and not suffix._texts
 
 
+def test_a_member_that_fails_ends_no_request_that_it_does_not_serve() -> None:
+    """Under a classical rule one member drafts; another's fault is not the request's."""
+    the_target = family_target("llama")
+    prompt, sampling = [5, 6, 7] * 9, SamplingParams(max_tokens=20, ignore_eos=True)
+    plain = run(engine(the_target), [prompt], sampling, SpeculationParams("none"))
+    members = {"members": ("ngram", FAILING), "options": {FAILING: {"where": "propose"}}}
+    the_engine = engine(the_target, drafter_options={"auto": members})
+    ways = [SpeculationParams("auto", 6), SpeculationParams("auto", 6, "rejection")]
+    with warnings_logged():
+        ended = run_to_end(the_engine, [prompt, prompt], sampling, ways)
+    assert [one.finish_reason for one in ended] == ["length", "length"]
+    assert [one.ids for one in ended] == plain * 2
+
+
+def test_a_comparison_begins_anew_without_loading_a_model_again() -> None:
+    config = PortfolioConfig(("suffix", "prediction", "ngram"))
+    drafter = PortfolioDrafter(config, DrafterContext(100, 512))
+    before = dict(drafter.members)
+    assert drafter.renew()
+    for method, member in drafter.members.items():
+        assert (member is before[method]) == (not member.needs.learns)
+
+
 # -------------------------------------------------------------------------------- in the engine
 
 
@@ -250,6 +273,10 @@ def test_a_classical_rule_has_one_member_draft() -> None:
         {"members": 3},
         {"options": {"suffix2": {}}},
         {"options": 3},
+        {"members": ["ngram", 3]},
+        {"members": ["ngram", "none"]},
+        {"members": ["ngram", "ngram"]},
+        {"options": {"ngram": 5}},
     ],
 )
 def test_options_are_checked(options: dict[str, object]) -> None:

@@ -202,6 +202,39 @@ def test_a_damaged_store_is_set_aside(tmp_path: Path, damage: str) -> None:
     assert propose(drafter(Words(), store=str(path)), segment([9, 10, 11]))[0] == [12]
 
 
+def test_no_damage_is_taken_for_a_store_or_for_another_kind(tmp_path: Path) -> None:
+    """Every byte flipped in turn, zeros, and every cut: set aside, or refused for its tokenizer."""
+    path = tmp_path / "store"
+    one = drafter(Words(), store=str(path))
+    finish(one, [1, 10, 11, 12, 13], scope="team-7")
+    one.close()
+    whole = path.read_bytes()
+    broken = [bytes(len(whole)), *(whole[:size] for size in range(len(whole)))]
+    for place in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 4
+        broken.append(bytes(flipped))
+    broken.append(whole.replace(b"team-7", b"team-9"))
+    for number, content in enumerate(broken):
+        path.write_bytes(content)
+        again = drafter(Words(), store=str(path))
+        assert not path.exists(), number
+        assert propose(again, segment([9, 10, 11], "a", "team-7")) == [[]]
+        for file in tmp_path.iterdir():
+            file.unlink()
+
+
+def test_a_corpus_that_does_not_fit_is_said(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(" ".join(str(number % 90) for number in range(300)), encoding="utf-8")
+    with warnings_logged() as said:
+        drafter(Words(), corpus=(str(corpus),), max_shared_tokens=400)
+    assert len(said) == 1 and "of which the last" in said[0]
+    with warnings_logged() as said:
+        drafter(Words(), corpus=(str(corpus),), max_shared_tokens=2000)
+    assert not said
+
+
 def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("my notes")

@@ -117,7 +117,7 @@ def _replayed(
         for index, stream in enumerate(texts):
             text = np.concatenate([stream.prompt_ids, stream.output_ids])
             drafter.finish(_segment(stream, f"w{index}", text, len(text)).request, text)
-    _replay(drafter, texts[:2], [])  # compiled and loaded
+    _replay(_drafter(method, vocab_size), texts[:2], [])  # compiled and loaded
     times: list[float] = []
     counts = _replay(drafter, texts, times)
     by_category: dict[str, list[tuple[int, int]]] = defaultdict(list)

@@ -161,6 +161,13 @@ class Drafter(ABC):
         """
         return None
 
+    def renew(self) -> bool:
+        """Forget what was learnt from other requests; whether there is nothing more of it.
+
+        Called where a comparison begins anew and nothing runs. Who returns False is made anew.
+        """
+        return not self.needs.learns
+
     def close(self) -> None:
         """Let go of what outlives a request: called once, when the engine is closed."""
         return None

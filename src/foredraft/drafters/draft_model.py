@@ -126,7 +126,6 @@ class DraftModelDrafter(Drafter):
                     "drafter_options={'draft-model': {'model': FOLDER}} or --draft-model FOLDER."
                 )
             model = load_target(EngineConfig(config.model, config.dtype, context.device))
-        self.model = model
         self.vocabulary = match_vocabularies(
             context.tokenizer,
             context.vocab_size,
@@ -134,6 +133,11 @@ class DraftModelDrafter(Drafter):
             model.vocab_size,
             config.vocabulary,
             model.name,
+        )
+        # In its own words a text may be longer; more than that is never read.
+        most = context.max_model_len * (1 if self.vocabulary.columns is not None else 2)
+        self.model = model = dataclasses.replace(
+            model, max_model_len=min(model.max_model_len, most)
         )
         self.needs = Needs(
             draft_probs=self.vocabulary.columns is not None,
@@ -180,13 +184,18 @@ class DraftModelDrafter(Drafter):
     def observe(
         self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
     ) -> None:
-        """Read prompts beside the target, chunk by chunk."""
+        """Read prompts beside the target, chunk by chunk, of requests that are sure to draft.
+
+        Where it is decided at every step whether a draft pays, the first draft reads the prompt: a
+        request that never drafts does not pay for it.
+        """
         chunks = [
             segment
             for segment in plan.segments
             if not segment.is_decode
             and segment.request.speculation.method == self.context.method
             and not segment.request.speculation.is_plain
+            and not segment.request.speculation.is_auto
         ]
         if chunks:
             self._cache.read(chunks)
@@ -261,8 +270,7 @@ class DraftModelDrafter(Drafter):
         """Say so where the arithmetic leaves little to gain."""
         if not self.context.weight_bytes:
             return
-        weight_bytes = sum(p.numel() * p.element_size() for p in self.model.model.parameters())
-        share = weight_bytes / self.context.weight_bytes
+        share = self.model.weight_bytes / self.context.weight_bytes
         if share < _DEAR:
             return
         _LOG.warning(

@@ -19,6 +19,7 @@ so it serves the default rule only.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numba
@@ -28,7 +29,17 @@ from numpy.typing import NDArray
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.errors import ConfigError
 from foredraft.params import MAX_SPECULATIVE_TOKENS
-from foredraft.types import Budgets, DraftBatch, Int64Array, StepPlan, TargetOutput, Verdict
+from foredraft.types import (
+    Budgets,
+    DraftBatch,
+    Int64Array,
+    Segment,
+    StepPlan,
+    TargetOutput,
+    Verdict,
+)
+
+_LOG = logging.getLogger("foredraft")
 
 Float64Array = NDArray[np.float64]
 
@@ -138,6 +149,7 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, config: LookaheadConfig, context: DrafterContext) -> None:
         """Make a drafter that follows no text yet, and compile it."""
+        self._is_warned = False
         self.config = config
         self.context = context
         self._states: dict[str, _State] = {}
@@ -163,6 +175,7 @@ class LookaheadDrafter(Drafter):
         end = 0
         for index, (segment, limit) in enumerate(zip(plan.segments, limits, strict=True)):
             if limit > 0:
+                self._check_window(segment, limit)
                 state = self._state_of(segment.request.request_id, segment.token_ids)
                 end += _draft(
                     state.window,
@@ -179,6 +192,27 @@ class LookaheadDrafter(Drafter):
                 )
             offsets[index + 1] = end
         return DraftBatch(ids[:end], parents[:end], offsets, confidence=chances[:end])
+
+    def _check_window(self, segment: Segment, limit: int) -> None:
+        """Say once that a window does not fit, where it is not the end of a text that leaves none.
+
+        Without it no n-gram is ever found: only those of the text itself are drafted.
+        """
+        size = self.config.window * (self.config.ngram_len - 1)
+        request = segment.request
+        left = request.max_tokens - segment.num_output_tokens - 1
+        if self._is_warned or limit >= size or left <= limit or segment.room <= limit:
+            return
+        if request.speculation.allows_trees:
+            self._is_warned = True
+            _LOG.warning(
+                "a lookahead window of %d nodes does not fit into the %d that a request may draft; "
+                "it is left out, and only n-grams of the text are drafted. Give %d or more as "
+                "num_speculative_tokens, or a smaller window or ngram_len",
+                size,
+                limit,
+                size,
+            )
 
     def observe(
         self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict

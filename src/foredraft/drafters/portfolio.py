@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs, close_all
 from foredraft.errors import ConfigError
-from foredraft.registry import PORTFOLIO, PORTFOLIO_MEMBERS, drafter_class
+from foredraft.registry import PLAIN, PORTFOLIO, PORTFOLIO_MEMBERS, drafter_class
 from foredraft.types import (
     Budgets,
     DraftBatch,
@@ -67,15 +67,22 @@ class PortfolioConfig:
         members = self.members
         if not isinstance(members, (tuple, list)) or not members:
             raise ConfigError(f"members is {members!r}; allowed are one method or more.")
-        if len(set(members)) < len(members) or PORTFOLIO in members:
+        names = [name for name in members if isinstance(name, str)]
+        if len(set(names)) < len(members) or {PORTFOLIO, PLAIN} & set(names):
             raise ConfigError(
-                f"members is {members!r}; allowed are methods other than {PORTFOLIO!r}, each once."
+                f"members is {members!r}; allowed are names of methods other than {PORTFOLIO!r} "
+                f"and {PLAIN!r}, each once."
             )
         object.__setattr__(self, "members", tuple(members))
         if not isinstance(self.options, Mapping) or set(self.options) - set(members):
             raise ConfigError(
                 f"options is {self.options!r}; allowed is a mapping of members to their options."
             )
+        for name, options in self.options.items():
+            if not isinstance(options, Mapping):
+                raise ConfigError(
+                    f"options of {name} is {options!r}; allowed is a mapping of option to value."
+                )
 
 
 class PortfolioDrafter(Drafter):
@@ -86,12 +93,9 @@ class PortfolioDrafter(Drafter):
     def __init__(self, config: PortfolioConfig, context: DrafterContext) -> None:
         """Make the members."""
         self.config = config
-        self.members: dict[str, Drafter] = {}
+        self.context = context
         self._is_warned: set[str] = set()
-        for method in config.members:
-            cls = drafter_class(method)
-            options = make_config(cls.Config, config.options.get(method, {}), f"method {method!r}")
-            self.members[method] = cls(options, context)
+        self.members = {method: self._make(method) for method in config.members}
         needs = [member.needs for member in self.members.values()]
         costly = {
             method: member.needs.cost
@@ -150,7 +154,7 @@ class PortfolioDrafter(Drafter):
                 if method in self.needs.members:
                     self.member_seconds[method] = time.perf_counter() - started
             except Exception as error:
-                if alone:
+                if method in alone.values():
                     raise  # under a classical rule nothing may be dropped unsaid
                 self._warn(method, error)
                 continue
@@ -175,9 +179,22 @@ class PortfolioDrafter(Drafter):
         """Let every member forget a request."""
         self._each(lambda member: member.forget(request_id))
 
+    def renew(self) -> bool:
+        """Make those members anew that have learnt something."""
+        for method, member in self.members.items():
+            if not member.renew():
+                self.members[method] = self._make(method)
+        return True
+
     def close(self) -> None:
         """Close every member."""
         close_all(self.members.values())
+
+    def _make(self, method: str) -> Drafter:
+        cls = drafter_class(method)
+        options = make_config(cls.Config, self.config.options.get(method, {}), f"method {method!r}")
+        drafter: Drafter = cls(options, self.context)
+        return drafter
 
     def _each(self, call: Callable[[Drafter], None]) -> None:
         """Call every member; one that raises hurts no other."""

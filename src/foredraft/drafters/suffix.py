@@ -232,6 +232,15 @@ class SuffixDrafter(Drafter):
             ) from error
         ids = self.context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         known = np.array([t for t in ids if t < self.context.vocab_size], dtype=np.int64)
+        if len(known) > self.shared.longest:
+            _LOG.warning(
+                "the corpus file %s has %d tokens, of which the last %d are kept; raise "
+                "max_shared_tokens, which is %d, to more than twice its size",
+                path,
+                len(known),
+                self.shared.longest,
+                self.config.max_shared_tokens,
+            )
         self.shared.add_once("", known)
 
 

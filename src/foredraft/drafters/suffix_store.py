@@ -5,7 +5,8 @@ that was used least recently drops its old tree, and its young one becomes the o
 nothing while text is generated, and what goes is always the oldest.
 
 A saved store is one safetensors file: the sequences, and a description that names the tokenizer
-they belong to. It is written beside its place and moved there, so that a file is whole or absent.
+they belong to. It is written beside its place, brought to the disk and moved there, so that a file
+is whole or absent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from foredraft.errors import ConfigError, StoreError
 from foredraft.types import Int64Array
 
 _KIND = "foredraft suffix store"
-_FORMAT = f"{_KIND} 1"
+_FORMAT = f"{_KIND} 2"
+_HEAD = 1 << 16
+"""Bytes of a file that are looked at to tell whether it was ever a store."""
+
 _SCOPE_TOKENS = 64
 """What a scope counts for beside its tokens."""
 
@@ -84,9 +88,14 @@ class SuffixStore:
         while self.num_tokens > self._max_tokens:
             self._evict()
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a response that can be kept; of a longer one its end is."""
+        return max(0, self._max_tokens // 2 - _SCOPE_TOKENS - 1)
+
     def add_once(self, scope: str, token_ids: Int64Array) -> None:
         """Keep a text as a response, unless all of it is there already."""
-        token_ids = token_ids[-max(1, self._max_tokens // 2 - 1) :]
+        token_ids = token_ids[-max(1, self.longest) :]
         if not any(tree.holds(token_ids) for tree in self.trees(scope)):
             self.add(scope, token_ids)
 
@@ -114,16 +123,20 @@ class SuffixStore:
             for number, name in enumerate(self._scopes)
             for age, tree in enumerate(reversed(self._trees(name)))
         }
+        scopes = json.dumps(list(self._scopes))
         description = {
             "format": _FORMAT,
             "tokenizer": tokenizer_id,
-            "scopes": json.dumps(list(self._scopes)),
-            "sha256": _digest(texts),
+            "scopes": scopes,
+            "sha256": _digest(texts, tokenizer_id, scopes),
         }
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(save(texts, metadata=description))
+            with part.open("wb") as opened:
+                opened.write(save(texts, metadata=description))
+                opened.flush()
+                os.fsync(opened.fileno())
             part.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -143,24 +156,19 @@ class SuffixStore:
         if path.is_dir():
             raise OSError("it is a folder")
         with path.open("rb") as opened:  # what cannot be opened is not damaged
-            head = opened.read(64)
-        # safetensors: the length of the description, and it; ours has a part about the whole.
-        if head and not head[8:].startswith(b'{"__metadata__":'):
+            head = opened.read(_HEAD)
+        if not _was_ours(head):
             raise _other_kind(path)
         try:
             with safe_open(str(path), "numpy") as file:
                 description = file.metadata() or {}
-                if not description.get("format", "").startswith(_KIND):
-                    raise _other_kind(path)
-                if description["format"] != _FORMAT:
-                    raise ValueError(f"it is {description['format']!r}, not {_FORMAT!r}")
+                if description.get("format") != _FORMAT:
+                    raise ValueError(f"it is {description.get('format')!r}, not {_FORMAT!r}")
                 texts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if description["sha256"] != _digest(texts):
+            owner, scopes = description["tokenizer"], description["scopes"]
+            if description["sha256"] != _digest(texts, owner, scopes):
                 raise ValueError("its checksum does not match")
-            names = json.loads(description["scopes"])
-            owner = description["tokenizer"]
-        except ConfigError:
-            raise
+            names = json.loads(scopes)
         except (SafetensorError, ValueError, KeyError) as error:
             raise StoreError(f"the suffix store {path} is damaged ({error}).") from error
         if owner != tokenizer_id:
@@ -197,8 +205,26 @@ def _other_kind(path: Path) -> ConfigError:
     )
 
 
-def _digest(texts: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
+def _was_ours(head: bytes) -> bool:
+    """Whether a file begins as one of ours, be it damaged: then it is set aside, and no other is.
+
+    An empty file, or one of zeros, is what a machine leaves that stopped while it wrote.
+    """
+    if len(head) <= 8:  # a piece of the length that a store begins with
+        return len(head) < 3 or b"\0" in head
+    begin = b'{"__metadata__":'
+    length = int.from_bytes(head[:8], "little")
+    if (head[8:].startswith(begin) or begin.startswith(head[8:])) and (
+        length == 0 or len(head) < min(8 + length, _HEAD)
+    ):
+        return True  # cut off within its description
+    marks = (b'"sha256"', b'"tokenizer"', b'"scopes"')
+    has_kind = _KIND.encode() in head
+    return has_kind or not head.strip(b"\0") or sum(mark in head for mark in marks) >= 2
+
+
+def _digest(texts: dict[str, np.ndarray], tokenizer_id: str, scopes: str) -> str:
+    digest = hashlib.sha256(f"{tokenizer_id}\0{scopes}\0".encode())
     for name in sorted(texts):
         digest.update(name.encode() + b"\0" + texts[name].tobytes())
     return digest.hexdigest()

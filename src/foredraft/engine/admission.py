@@ -86,6 +86,13 @@ def _with_prediction_ids(speculation: SpeculationParams, target: Target) -> Spec
                 "prediction is a text, but this model's folder holds no tokenizer; give it as "
                 "token ids."
             )
+        try:
+            prediction.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                "prediction is not valid Unicode text (half a character at position "
+                f"{error.start}); mend it."
+            ) from error
         prediction = tokenizer(prediction, add_special_tokens=False, verbose=False)["input_ids"]
     if len(prediction) > target.max_model_len:
         raise InvalidRequestError(

@@ -57,7 +57,7 @@ class Drafting:
             tokenizer=target.tokenizer,
             max_num_requests=max_num_requests,
             device=str(target.device),
-            weight_bytes=sum(p.numel() * p.element_size() for p in target.model.parameters()),
+            weight_bytes=target.weight_bytes,
         )
         self._given = dict(drafters)
         self._drafters: dict[str, Drafter] = dict(drafters)
@@ -163,7 +163,7 @@ class Drafting:
 
     def renew(self) -> None:
         """Make the drafters of the registry anew, without what they learnt; nothing may run."""
-        kept = {name: d for name, d in self._drafters.items() if not d.needs.learns}
+        kept = {name: d for name, d in self._drafters.items() if d.renew()}
         self._drafters = {**kept, **self._given}
 
     def close(self) -> None:

@@ -75,6 +75,7 @@ class Target:
         dtype: Of weights and cache.
         device: Where the model lies.
         keeps_logits: Whether the model's ``forward`` takes ``logits_to_keep``.
+        weight_bytes: Of all its weights, packed ones too; 0 where that is not known.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Target:
     dtype: torch.dtype
     device: torch.device
     keeps_logits: bool
+    weight_bytes: int = 0
 
 
 def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info) -> Target:
@@ -154,6 +156,7 @@ def prepare_target(
     keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     with _quiet_transformers():  # a refusal is said once, in our own sentence
         layers, vocab_size = probe(name, model)
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     if packed_linear.can_pack(model.dtype, model.device):
         packed_linear.pack_linear_layers(model)
     return Target(
@@ -167,6 +170,7 @@ def prepare_target(
         dtype=model.dtype,
         device=model.device,
         keeps_logits=keeps_logits,
+        weight_bytes=weight_bytes,
     )
 
 

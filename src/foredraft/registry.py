@@ -17,7 +17,7 @@ PLAIN = "none"
 PORTFOLIO = "auto"
 """The method that lets several draft together."""
 
-PORTFOLIO_MEMBERS = ("ngram", "suffix", "recycling", "prediction")
+PORTFOLIO_MEMBERS = ("ngram", "suffix", "prediction")
 """Those of them that do unless others are named."""
 
 METHODS: dict[str, str] = {

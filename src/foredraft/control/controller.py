@@ -303,38 +303,52 @@ class Controller:
     def _by_voter(
         self, view: View, drafts: DraftBatch, owners: Int64Array
     ) -> Iterator[tuple[AcceptanceTable, Int64Array, Int64Array, Int64Array]]:
-        """Of each voter its table, the nodes it proposed, their kinds and rows in its table."""
+        """Of each voter its table, the nodes it proposed, their kinds and rows in its table.
+
+        What several propose is likelier than what one proposes alone: of the latter a voter has a
+        table of its own, or its word would be worth what its agreement is.
+        """
         if drafts.votes is None:
             return
         segments = view.plan.segments
         drafting = np.unique(owners).tolist()
-        for voter, votes in zip(drafts.voters, drafts.votes, strict=True):
-            chosen = np.nonzero(votes != -1)[0]
-            if not len(chosen):
+        has_voted = drafts.votes != -1
+        is_shared = has_voted.sum(axis=0) > 1
+        for voter, votes, own in zip(drafts.voters, drafts.votes, has_voted, strict=True):
+            if not own.any():
                 continue
-            table = self._known.method(voter).acceptance
-            rows = np.zeros(len(segments), dtype=np.int64)
-            for index in drafting:
-                rows[index] = table.row(segments[index].request.request_id)
             _, _, kinds = read_nodes(drafts.parents, drafts.offsets, votes, view.is_walk)
-            yield table, chosen, kinds[chosen], rows[owners[chosen]]
+            for name, nodes in ((voter, own & is_shared), (f"{voter}, alone", own & ~is_shared)):
+                chosen = np.nonzero(nodes)[0]
+                if not len(chosen):
+                    continue
+                table = self._known.method(name).acceptance
+                rows = np.zeros(len(segments), dtype=np.int64)
+                for index in drafting:
+                    rows[index] = table.row(segments[index].request.request_id)
+                yield table, chosen, kinds[chosen], rows[owners[chosen]]
 
     def _acceptance(
         self, view: View, drafts: DraftBatch, owners: Int64Array, bins: Int64Array
     ) -> Float64Array:
         """Estimated acceptance of every node once its parent is accepted, float64 [num_nodes].
 
-        Where several proposed a node, it is the best that any of them makes it.
+        Where several proposed a node, it is the mean of the two that make most of it: the best
+        alone would often be the luckiest.
         """
         out = np.zeros(len(owners))
         rows = view.rows[owners]
         for table, chosen in self._by_method(view, owners):
             out[chosen] = table.acceptance_of(bins[chosen], rows[chosen])
-        if drafts.votes is not None:
-            out[(drafts.votes != -1).any(axis=0)] = 0.0
+        if drafts.votes is None:
+            return out
+        best, second = np.full(len(out), -1.0), np.full(len(out), -1.0)
         for table, chosen, kinds, voter_rows in self._by_voter(view, drafts, owners):
-            out[chosen] = np.maximum(out[chosen], table.acceptance_of(kinds, voter_rows))
-        return out
+            found = table.acceptance_of(kinds, voter_rows)
+            second[chosen] = np.maximum(second[chosen], np.minimum(best[chosen], found))
+            best[chosen] = np.maximum(best[chosen], found)
+        voted = np.where(second < 0, best, (best + second) / 2)
+        return np.where(best < 0, out, voted)
 
     def _without_drafts(self, view: View) -> Allocation:
         """What a step costs and brings that holds no draft."""

@@ -333,8 +333,7 @@ class Controller:
     ) -> Float64Array:
         """Estimated acceptance of every node once its parent is accepted, float64 [num_nodes].
 
-        Where several proposed a node, it is the mean of the two that make most of it: the best
-        alone would often be the luckiest.
+        Where several proposed a node, it is the best that any of them makes it.
         """
         out = np.zeros(len(owners))
         rows = view.rows[owners]
@@ -342,13 +341,10 @@ class Controller:
             out[chosen] = table.acceptance_of(bins[chosen], rows[chosen])
         if drafts.votes is None:
             return out
-        best, second = np.full(len(out), -1.0), np.full(len(out), -1.0)
+        out[(drafts.votes != -1).any(axis=0)] = 0.0
         for table, chosen, kinds, voter_rows in self._by_voter(view, drafts, owners):
-            found = table.acceptance_of(kinds, voter_rows)
-            second[chosen] = np.maximum(second[chosen], np.minimum(best[chosen], found))
-            best[chosen] = np.maximum(best[chosen], found)
-        voted = np.where(second < 0, best, (best + second) / 2)
-        return np.where(best < 0, out, voted)
+            out[chosen] = np.maximum(out[chosen], table.acceptance_of(kinds, voter_rows))
+        return out
 
     def _without_drafts(self, view: View) -> Allocation:
         """What a step costs and brings that holds no draft."""

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -187,6 +187,8 @@ EngineLife.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=30,
     deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
 )
 TestEngineLife = EngineLife.TestCase

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foredraft.bench import adapt, drafters
+from foredraft.bench import adapt, drafters, replay
 from foredraft.bench.streams import Stream, find_questions
 from foredraft.errors import InvalidRequestError
 from foredraft.plan.trace import read_trace
@@ -29,16 +29,90 @@ def _streams(num: int) -> list[Stream]:
 @pytest.mark.parametrize("method", drafters._METHODS)
 def test_a_replay_counts_what_agrees(method: str) -> None:
     texts = _streams(6)
-    cold = drafters._replayed(method, texts, 500, is_warm=False)
-    warm = drafters._replayed(method, texts, 500, is_warm=True)
+    cold = replay.replayed(method, texts, 500, is_warm=False)
+    warm = replay.replayed(method, texts, 500, is_warm=True)
     assert 0 < cold["accepted_per_step"] <= cold["drafted_per_step"]
     assert cold["by_category"] == {"made up": cold["accepted_per_step"]}
+    assert cold["us_to_propose"] > 0 and 0 <= cold["us_to_update"] < cold["us_per_step"]
     if method == "suffix":
         assert warm["accepted_per_step"] > 1.5 * cold["accepted_per_step"]
-    counts = drafters._replay(drafters._drafter(method, 500), texts, [])
+    if method == "prediction":  # nine tokens in ten are foreseen
+        assert cold["accepted_per_step"] > 3
+    counts, whole, again = replay.replay(replay.drafter_of(method, 500), method, texts, 500)
+    assert len(whole) == len(again) == sum(steps for _, steps, _ in counts)
     for stream, (accepted, steps, _) in zip(texts, counts, strict=True):
         # Every token but the first comes of a step, and every step brings one more than accepted.
         assert accepted + steps == len(stream.output_ids) - 1
+
+
+def _cost(num_requests: int, num_rows: float) -> float:
+    return 0.01 * (1 + 0.05 * (num_rows - 1))
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_reckoned_replay_is_worth_what_it_drafts(num_requests: int) -> None:
+    """Plain decoding takes a step a token; who repeats itself is served sooner by drafts."""
+    texts = _streams(9)
+    rates = {
+        method: replay.decided(method, texts, num_requests, _cost, 500)
+        for method in ("none", "ngram", "suffix", "auto")
+    }
+    step = _cost(num_requests, float(num_requests))
+    assert rates["none"][""] == pytest.approx(num_requests / step)
+    assert rates["none"]["made up"] == rates["none"][""]
+    assert rates["ngram"][""] > 1.05 * rates["none"][""]
+    assert rates["suffix"][""] > 1.5 * rates["none"][""]  # it knows the texts before
+    assert rates["auto"][""] > 0.9 * max(rates["ngram"][""], rates["suffix"][""])
+    again = replay.decided("auto", texts, num_requests, _cost, 500)
+    assert again == rates["auto"]  # not a clock, but arithmetic
+
+
+def test_the_summary_of_bench_drafters_is_what_its_keys_say() -> None:
+    def replay_cell(method: str, warm: bool, accepted: float, us: float) -> dict[str, object]:
+        return {
+            "what": "replay",
+            "method": method,
+            "warm": warm,
+            "accepted_per_step": accepted,
+            "us_per_step": us,
+        }
+
+    def speedups(what: str, **values: float) -> dict[str, object]:
+        return {"what": what, "speedup": {"plain": 1.0, "none": 1.0, **values}}
+
+    cells = [
+        replay_cell("suffix", False, 1.2, 20.0),
+        replay_cell("suffix", True, 12.0, 30.0),
+        replay_cell("arctic-inference", False, 1.0, 16.0),
+        replay_cell("arctic-inference", True, 11.5, 60.0),
+        speedups("embedded model", ngram=1.2, suffix=2.0, recycling=0.99, lookahead=1.1, auto=1.9),
+        speedups("embedded model", ngram=1.0, suffix=0.98, recycling=1.0, lookahead=1.0, auto=1.02),
+        speedups("reckoned", ngram=1.2, suffix=1.6, auto=1.52),
+        speedups("reckoned", ngram=0.9, suffix=0.8, auto=0.98),
+        *(
+            {"what": "long history", "method": m, "num_tokens": n, "us_per_step": us}
+            for m in drafters._METHODS
+            for n, us in ((1_000, 10.0), (64_000, 13.0))
+        ),
+    ]
+    summary = drafters._summary(cells, {"speedup": {"prediction": 4.2}})
+    assert summary == {
+        "suffix_vs_arctic_accepted": pytest.approx(12.0 / 11.5),
+        "suffix_vs_arctic_time": pytest.approx(20 / 16),
+        "min_auto_vs_plain": 0.98,
+        "min_portfolio_vs_plain": 1.02,
+        "min_auto_vs_best_method": pytest.approx(0.95),
+        "min_reckoned_vs_best_method": pytest.approx(0.95),
+        "prediction_speedup": 4.2,
+        "ngram_64k_vs_1k_time": pytest.approx(1.3),
+        "suffix_64k_vs_1k_time": pytest.approx(1.3),
+        "prediction_64k_vs_1k_time": pytest.approx(1.3),
+    }
+    alone = drafters._summary(
+        [cell for cell in cells if cell.get("method") != "arctic-inference"],
+        {"speedup": {"prediction": 4.2}},
+    )
+    assert alone["suffix_vs_arctic_accepted"] is alone["suffix_vs_arctic_time"] is None
 
 
 def test_questions_that_are_not_there() -> None:

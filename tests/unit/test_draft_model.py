@@ -131,6 +131,15 @@ def test_prompts_are_read_beside_the_target() -> None:
     assert not own._cache._states
 
 
+def test_where_a_draft_may_not_pay_the_prompt_waits_for_the_first_draft() -> None:
+    own = drafter(near_target())
+    the_engine = engine(family_target("llama"), {METHOD: own}, max_num_batched_tokens=16)
+    name = the_engine.add(PROMPTS[0], samplings(0.0)[0], SpeculationParams(METHOD, "auto"))
+    the_engine.step()
+    assert not own._cache._states
+    the_engine.abort(name)
+
+
 def test_a_text_beyond_the_draft_models_context_is_not_drafted() -> None:
     model = prepare_target("short", family_model("llama"), None, 24)
     own = drafter(model)
@@ -141,6 +150,12 @@ def test_a_text_beyond_the_draft_models_context_is_not_drafted() -> None:
     assert [one.ids for one in ended] == plain
     assert ended[0].stats.num_draft_tokens == 0 < ended[1].stats.num_draft_tokens
     assert sum(len(one.ids) for one in ended) == 5 * 40
+
+
+def test_no_more_of_a_text_is_kept_than_the_target_can_have() -> None:
+    """A draft model that could read on for longer takes no memory for it."""
+    own = drafter(prepare_target("long", family_model("llama"), None, 10 * CONTEXT))
+    assert own.model.max_model_len == own._cache.max_len == CONTEXT
 
 
 def test_more_requests_than_slots() -> None:

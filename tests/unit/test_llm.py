@@ -166,6 +166,12 @@ def test_bad_prompts_in_a_list_come_back_and_the_others_go_on(llm: LLM) -> None:
         assert good.error is None and _same(good, expected), case
 
 
+def test_half_a_character_in_a_prediction_is_refused(llm: LLM) -> None:
+    speculation = SpeculationParams("prediction", prediction="abc\ud800")
+    with pytest.raises(InvalidRequestError, match="half a character at position 3"):
+        llm.generate(PROMPT, GREEDY, speculation)
+
+
 def test_a_ragged_list_of_lists_is_three_prompts_and_deeper_is_refused(llm: LLM) -> None:
     assert len(llm.generate([[5], [5, 6], [7, 8, 9]], GREEDY)) == 3
     outputs = llm.generate([[[5], [5, 6]], [5]], GREEDY)

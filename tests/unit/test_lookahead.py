@@ -13,6 +13,7 @@ from foredraft.errors import ConfigError
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import PassTime
 from foredraft.types import Budgets, DraftBatch, Request, Segment, StepPlan, TargetOutput, Verdict
+from tests.tiny import warnings_logged
 
 VOCAB = 97
 
@@ -124,6 +125,17 @@ def test_without_room_for_the_window_only_n_grams_are_drafted() -> None:
     drafts = one.propose(plan_of(text), Budgets(np.array([6])))
     assert drafts.token_ids.tolist() == [8, 9, 11, 10] and drafts.parents.tolist() == [0, 1, 2, 2]
     assert not len(one.propose(plan_of([1, 2], "new"), Budgets(np.array([6]))).token_ids)
+
+
+@pytest.mark.parametrize(("budget", "num", "is_said"), [(6, 64, True), (15, 64, False)])
+def test_a_window_that_does_not_fit_is_said_once(budget: int, num: int, is_said: bool) -> None:
+    one = drafter(window=5, ngram_len=4)
+    with warnings_logged() as said:
+        for _ in range(2):
+            one.propose(plan_of([1, 2, 3], num=num), Budgets(np.array([budget])))
+    assert len(said) == int(is_said)
+    if is_said:
+        assert "window of 15 nodes does not fit into the 6" in said[0]
 
 
 def test_a_pool_keeps_the_newest_of_a_token() -> None:

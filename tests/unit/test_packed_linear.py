@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from foredraft.model.loader import prepare_target
 from foredraft.model.packed_linear import PackedLinear, can_pack, pack_linear_layers
+from tests.tiny import family_model
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="no bfloat16 products here"
@@ -89,3 +91,12 @@ def test_no_rows() -> None:
             0,
             plain[name].out_features,
         )
+
+
+def test_a_targets_weights_are_counted_before_they_are_packed() -> None:
+    """Packed ones are no parameters any more, and a draft model's price is told by the count."""
+    whole, half = (
+        prepare_target("tiny", family_model("llama").to(dtype), None, 64).weight_bytes
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert whole == 2 * half > 0

@@ -206,17 +206,11 @@ def test_nothing_heavy_is_imported() -> None:
 
 def test_the_package_alone_is_light() -> None:
     code = (
-        "import sys, time\n"
-        "started = time.perf_counter()\n"
+        "import sys\n"
         "import foredraft.plan\n"
-        "print(time.perf_counter() - started)\n"
         "foredraft.plan.make_plan\n"
-        "assert not {'torch', 'numpy', 'rich', 'typer'} & set(sys.modules)\n"
+        "assert not {'torch', 'numpy', 'rich', 'typer', 'pydantic'} & set(sys.modules)\n"
         "from foredraft import plan\n"
         "assert all(hasattr(plan, name) for name in plan.__all__)\n"
     )
-    best = min(
-        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
-        for _ in range(3)
-    )
-    assert best < 0.05
+    subprocess.run([sys.executable, "-c", code], check=True)

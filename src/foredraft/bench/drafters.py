@@ -1,7 +1,8 @@
 """``make bench-drafters``: what each method without weights drafts, and what that costs.
 
 Recorded answers of the target are replayed: a method proposes, as much is accepted as agrees with
-the text, and the text goes on. Then the model itself: every method as ``auto`` decides, beside
+the text, and the text goes on. They are replayed again as ``auto`` decides, in a time that is
+reckoned from the measured passes. Then the model itself: every method as ``auto`` decides, beside
 plain decoding and beside all of them together; and predicted output, an edit of which nine words in
 ten were foreseen.
 """
@@ -10,11 +11,8 @@ from __future__ import annotations
 
 import functools
 import json
-import statistics
 import subprocess
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,21 +20,24 @@ from typing import Any
 import numpy as np
 
 from foredraft.bench import harness, workloads
+from foredraft.bench.replay import BUDGET, decided, long_history, replayed
 from foredraft.bench.sides import Side, settle, take_turns
 from foredraft.bench.streams import Stream, streams
 from foredraft.cache import cache_folder
-from foredraft.drafters.base import Drafter, DrafterContext
+from foredraft.control.cost_table import CostTable
 from foredraft.engine.llm import LLM
 from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.registry import PORTFOLIO, drafter_class
-from foredraft.types import Budgets, Request, Segment, StepPlan
+from foredraft.registry import PLAIN, PORTFOLIO
 
-_METHODS = ("ngram", "suffix")
+_METHODS = ("ngram", "suffix", "prediction")
+"""Those that draft from tokens alone, so that answers can be replayed."""
+
+_FREE = ("ngram", "suffix")
+"""Those of them that need nothing from the request."""
+
 _NUM_QUESTIONS = 96
 _NUM_TOKENS = 192
-_BUDGET = 16
-_LONG = (1_000, 4_000, 16_000, 64_000)
-_NUM_LATE_STEPS = 200
+_MEAN_CONTEXT = 384.0
 _ARCTIC = "arctic-inference"
 _PREDICTION_TOKENS = 220
 _LIVE_METHODS = ("ngram", "suffix", "recycling", "lookahead")
@@ -61,14 +62,15 @@ def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
         vocab_size = llm.engine.target.vocab_size
         cells = []
         for method in _METHODS:
-            for is_warm in (False, True):
+            for is_warm in (False, True) if method == "suffix" else (False,):
                 progress(f"replaying {method}")
-                cells.append(_replayed(method, texts, vocab_size, is_warm))
+                cells.append(replayed(method, texts, vocab_size, is_warm))
                 progress.say(_line(cells[-1]))
         for method in _METHODS:
-            cells += _long(method, texts, vocab_size, progress)
-        arctic = _arctic(texts, progress)
-        cells += arctic
+            cells += long_history(method, texts, vocab_size, progress)
+        cells += _arctic(texts, progress)
+        progress("measuring passes")
+        cells += _reckoned(llm, texts, progress)
         progress("warming up")
         settle(
             llm.engine, max(_LIVE_BATCHES), _LIVE_TOKENS, llm.engine.controller.max_auto_nodes + 1
@@ -76,144 +78,19 @@ def run(model: str, rounds: int, data: Path | None = None) -> dict[str, Any]:
         for kind in workloads.KINDS:
             for batch in _LIVE_BATCHES:
                 cells.append(_live(llm, kind, batch, rounds, progress))
-                speedups = cells[-1]["speedup"]
-                shown = "  ".join(f"{name} {value:.2f}" for name, value in speedups.items())
-                progress.say(f"{kind:10} batch {batch}: {shown}")
+                progress.say(f"{kind:10} batch {batch}: {_shown(cells[-1]['speedup'])}")
+        for cell in _work(cells):
+            cells.append(cell)
+            progress.say(
+                f"{_line(cell)}: {cell['us_to_propose']:.0f} to propose, "
+                f"{cell['us_to_update']:.0f} to update; {cell['kept_bytes'] / 1e6:.1f} MB kept"
+            )
         prediction = _prediction(llm, rounds, progress)
         cells.append(prediction)
         summary = _summary(cells, prediction)
         for name, value in summary.items():
             progress.say(f"{name:28} {value if value is None else round(value, 3)}")
     return harness.report("drafters", cells, summary)
-
-
-def _drafter(method: str, vocab_size: int) -> Drafter:
-    cls = drafter_class(method)
-    drafter: Drafter = cls(cls.Config(), DrafterContext(vocab_size, 1 << 20))
-    return drafter
-
-
-def _segment(stream: Stream, name: str, text: np.ndarray, length: int) -> Segment:
-    request = Request(
-        name,
-        stream.prompt_ids,
-        SamplingParams(),
-        SpeculationParams("ngram", _BUDGET),
-        0,
-        len(text),
-        frozenset(),
-    )
-    view = text[:length]
-    view.flags.writeable = False
-    return Segment(request, view, 0, length - 1, 1, is_decode=True)
-
-
-def _replayed(
-    method: str, texts: Sequence[Stream], vocab_size: int, is_warm: bool
-) -> dict[str, Any]:
-    """Replay every answer; with ``is_warm``, after all of them were seen once."""
-    drafter = _drafter(method, vocab_size)
-    if is_warm:
-        for index, stream in enumerate(texts):
-            text = np.concatenate([stream.prompt_ids, stream.output_ids])
-            drafter.finish(_segment(stream, f"w{index}", text, len(text)).request, text)
-    _replay(_drafter(method, vocab_size), texts[:2], [])  # compiled and loaded
-    times: list[float] = []
-    counts = _replay(drafter, texts, times)
-    by_category: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for stream, (accepted, steps, _) in zip(texts, counts, strict=True):
-        by_category[stream.category].append((accepted, steps))
-    steps = sum(count[1] for count in counts)
-    return {
-        "what": "replay",
-        "method": method,
-        "warm": is_warm,
-        "accepted_per_step": sum(count[0] for count in counts) / steps,
-        "drafted_per_step": sum(count[2] for count in counts) / steps,
-        "us_per_step": statistics.median(times) * 1e6,
-        "by_category": {
-            name: sum(a for a, _ in pairs) / sum(s for _, s in pairs)
-            for name, pairs in sorted(by_category.items())
-        },
-    }
-
-
-def _replay(
-    drafter: Drafter, texts: Sequence[Stream], times: list[float]
-) -> list[tuple[int, int, int]]:
-    """Accepted tokens, steps and drafted tokens of each answer; each step's time to draft.
-
-    What a drafter learns of the tokens since its last draft is within that time.
-    """
-    counts = []
-    for index, stream in enumerate(texts):
-        text = np.concatenate([stream.prompt_ids, stream.output_ids])
-        length = len(stream.prompt_ids) + 1
-        accepted = steps = drafted = 0
-        while length < len(text):
-            plan = StepPlan((_segment(stream, f"r{index}", text, length),))
-            budgets = Budgets(np.array([min(_BUDGET, len(text) - length)]))
-            started = time.perf_counter()
-            batch = drafter.propose(plan, budgets)
-            times.append(time.perf_counter() - started)
-            row = num = 0
-            while True:
-                found = (batch.parents == row) & (batch.token_ids == text[length + num])
-                children = np.nonzero(found)[0]
-                if not len(children) or length + num + 1 >= len(text):
-                    break
-                row, num = int(children[0]) + 1, num + 1
-            accepted, steps, drafted = accepted + num, steps + 1, drafted + len(batch.token_ids)
-            length += num + 1
-        request = _segment(stream, f"r{index}", text, len(text)).request
-        drafter.finish(request, text)
-        drafter.forget(request.request_id)
-        counts.append((accepted, steps, drafted))
-    return counts
-
-
-def _long(
-    method: str, texts: Sequence[Stream], vocab_size: int, progress: harness.Progress
-) -> list[dict[str, Any]]:
-    """Time of a step, and bytes a token, as the history of one request grows."""
-    every = np.concatenate([np.concatenate([s.prompt_ids, s.output_ids]) for s in texts])
-    longest = _LONG[-1] + 3 * _NUM_LATE_STEPS
-    # Beyond what was recorded it comes again, with every eleventh token another.
-    text = np.resize(every, longest)
-    again = np.arange(longest) >= len(every)
-    text = np.where(again & (np.arange(longest) % 11 == 0), (text + 7) % vocab_size, text)
-    stream = Stream("long", text[:1], text[1:])
-    cells = []
-    for size in _LONG:
-        progress(f"{method} after {size} tokens")
-        drafter = _drafter(method, vocab_size)
-        started = time.perf_counter()
-        drafter.propose(
-            StepPlan((_segment(stream, "long", text, size),)), Budgets(np.array([_BUDGET]))
-        )
-        first = time.perf_counter() - started
-        times = []
-        for step in range(1, _NUM_LATE_STEPS):
-            plan = StepPlan((_segment(stream, "long", text, size + 3 * step),))
-            started = time.perf_counter()
-            drafter.propose(plan, Budgets(np.array([_BUDGET])))
-            times.append(time.perf_counter() - started)
-        cells.append(
-            {
-                "what": "long history",
-                "method": method,
-                "num_tokens": size,
-                "us_per_step": statistics.median(times) * 1e6,
-                "us_per_prompt_token": first / size * 1e6,
-                "bytes_per_token": drafter.num_state_bytes / (size + 3 * _NUM_LATE_STEPS),  # type: ignore[attr-defined]
-            }
-        )
-        progress.say(
-            f"{method:8} after {size:6} tokens: {cells[-1]['us_per_step']:6.1f} us a step of three "
-            f"tokens, {cells[-1]['us_per_prompt_token']:.2f} us a prompt token, "
-            f"{cells[-1]['bytes_per_token']:.0f} bytes a token"
-        )
-    return cells
 
 
 def _arctic(texts: Sequence[Stream], progress: harness.Progress) -> list[dict[str, Any]]:
@@ -236,7 +113,7 @@ def _arctic(texts: Sequence[Stream], progress: harness.Progress) -> list[dict[st
         progress(f"replaying {_ARCTIC}")
         script = Path(__file__).with_name("arctic_replay.py")
         done = subprocess.run(
-            [str(python), str(script), str(handed), str(_BUDGET)],
+            [str(python), str(script), str(handed), str(BUDGET)],
             check=True,
             capture_output=True,
             text=True,
@@ -251,6 +128,65 @@ def _arctic(texts: Sequence[Stream], progress: harness.Progress) -> list[dict[st
     for cell in cells:
         progress.say(_line(cell))
     return cells
+
+
+def _reckoned(
+    llm: LLM, texts: Sequence[Stream], progress: harness.Progress
+) -> list[dict[str, Any]]:
+    """Every method that drafts from tokens, and ``auto``, over the recorded answers.
+
+    What a pass costs is what it was measured to; so the figures differ by what is drafted alone.
+    """
+    target = llm.engine.target
+    llm.generate("A list:", SamplingParams(max_tokens=4), SpeculationParams("ngram"))
+    table = llm.engine.controller.cost_table
+    assert table is not None  # a request with auto has brought it
+    cells = []
+    for batch in _LIVE_BATCHES:
+        rates = {}
+        for method in (PLAIN, *_FREE, PORTFOLIO):
+            progress(f"reckoning {method}, batch {batch}")
+            rates[method] = decided(
+                method, texts, batch, functools.partial(_seconds, table), target.vocab_size
+            )
+        for category in sorted(rates[PLAIN]):
+            plain = rates[PLAIN][category]
+            speedup = {name: found[category] / plain for name, found in rates.items()}
+            kind = category or "all"
+            cells.append({"what": "reckoned", "kind": kind, "batch": batch, "speedup": speedup})
+            progress.say(f"{kind:15} batch {batch}, reckoned: {_shown(speedup)}")
+    return cells
+
+
+def _seconds(table: CostTable, num_requests: int, num_rows: float) -> float:
+    return float(table.seconds(num_requests, np.array([num_rows]), _MEAN_CONTEXT)[0])
+
+
+def _shown(speedups: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.2f}" for name, value in speedups.items())
+
+
+def _work(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each method drafted over all kinds of work, and what that took of the host."""
+    found = []
+    live = [cell["work"] for cell in cells if cell["what"] == "embedded model"]
+    for method in (*_LIVE_METHODS, PORTFOLIO):
+        mine = [work[method] for work in live]
+        total = {key: sum(work[key] for work in mine) for key in mine[0]}
+        found.append(
+            {
+                "what": "host work",
+                "method": method,
+                "warm": None,
+                "accepted_per_step": total["accepted"] / total["requests"],
+                "drafted_per_step": total["drafted"] / total["requests"],
+                "us_to_propose": total["proposing_s"] / total["steps"] * 1e6,
+                "us_to_update": total["updating_s"] / total["steps"] * 1e6,
+                "us_per_step": (total["proposing_s"] + total["updating_s"]) / total["steps"] * 1e6,
+                "kept_bytes": max(work["kept_bytes"] for work in mine),
+            }
+        )
+    return found
 
 
 def _live(
@@ -274,6 +210,7 @@ def _live(
         "kind": kind,
         "batch": batch,
         "speedup": {name: side.rate / sides["plain"].rate for name, side in sides.items()},
+        "work": {name: side.work() for name, side in sides.items()},
     }
 
 
@@ -344,6 +281,10 @@ def _summary(cells: Sequence[dict[str, Any]], prediction: dict[str, Any]) -> dic
     summary["min_auto_vs_best_method"] = min(
         cell[PORTFOLIO] / max(values) for cell, values in zip(live, singles, strict=True)
     )
+    reckoned = [cell["speedup"] for cell in cells if cell["what"] == "reckoned"]
+    summary["min_reckoned_vs_best_method"] = min(
+        cell[PORTFOLIO] / max(cell[method] for method in (PLAIN, *_FREE)) for cell in reckoned
+    )
     summary["prediction_speedup"] = prediction["speedup"]["prediction"]
     for method in _METHODS:
         late = [
@@ -356,7 +297,7 @@ def _summary(cells: Sequence[dict[str, Any]], prediction: dict[str, Any]) -> dic
 
 
 def _line(cell: dict[str, Any]) -> str:
-    kind = "warm" if cell["warm"] else "cold"
+    kind = {True: "warm", False: "cold", None: "live"}[cell["warm"]]
     return (
         f"{cell['method']:16} {kind}: {cell['accepted_per_step']:.2f} of "
         f"{cell['drafted_per_step']:.1f} drafted tokens accepted a step, "

@@ -34,6 +34,8 @@ class Side:
         steps: Draft tokens, requests and tokens of each counted step.
         seconds: Of the counted steps.
         deciding: Seconds of these that the controller took.
+        proposing: Seconds of these that drafters took to propose.
+        updating: Seconds of these that drafters took to learn.
     """
 
     def __init__(
@@ -59,15 +61,23 @@ class Side:
         self._ids = prompt_ids
         self._sampling = SamplingParams(max_tokens=num_tokens + 1, ignore_eos=True)
         self._speculation = speculation
-        self._clock = 0.0
+        self._clocks = {"deciding": 0.0, "proposing": 0.0, "updating": 0.0}
         self._states: list[RequestState] = []
         self.steps: list[tuple[int, int, int]] = []
         self.num_tokens = self.quota = 0
-        self.seconds = self.deciding = 0.0
+        self.seconds = self.deciding = self.proposing = self.updating = 0.0
         self._excess_s = 0.0
         controller = self.engine.controller
-        for name in ("budget", "trim", "observe"):
-            setattr(controller, name, self._timed(getattr(controller, name)))
+        drafting = self.engine.drafting
+        for owner, name, clock in (
+            (controller, "budget", "deciding"),
+            (controller, "trim", "deciding"),
+            (controller, "observe", "deciding"),
+            (drafting, "propose", "proposing"),
+            (drafting, "observe", "updating"),
+            (drafting, "finish", "updating"),
+        ):
+            setattr(owner, name, self._timed(getattr(owner, name), clock))
         for _ in range(self._num_requests):
             self._add()
 
@@ -79,12 +89,14 @@ class Side:
         """
         self.quota += num_tokens
         while self.num_tokens < self.quota:
-            before = self._clock
+            before = dict(self._clocks)
             deltas = self.engine.step()
             step = self.engine.last_step
             if step is not None and step.num_decoding == step.num_segments == self._num_requests:
                 self.seconds += step.total_s
-                self.deciding += self._clock - before
+                for clock, since in before.items():
+                    spent = self._clocks[clock] - since
+                    setattr(self, clock, getattr(self, clock) + spent)
                 self.steps.append((step.num_draft_tokens, step.num_segments, step.num_tokens))
                 self.num_tokens += step.num_tokens
                 excess = max(0, self.num_tokens - self.quota)
@@ -110,6 +122,18 @@ class Side:
         plain_s = sum(state.stats.expected_plain_s for state in self._states)
         return plain_s / foreseen_s if foreseen_s else None
 
+    def work(self) -> dict[str, float]:
+        """What was drafted in the counted steps, the host's time for it, and what is kept."""
+        return {
+            "steps": len(self.steps),
+            "requests": sum(step[1] for step in self.steps),
+            "drafted": sum(step[0] for step in self.steps),
+            "accepted": sum(step[2] - step[1] for step in self.steps),
+            "proposing_s": self.proposing,
+            "updating_s": self.updating,
+            "kept_bytes": self.engine.drafting.num_state_bytes(self._speculation.method),
+        }
+
     def traces(self, plain_step_s: float) -> list[str]:
         """Trace lines of the requests that decoded, beside plain steps of so many seconds."""
         return [
@@ -134,12 +158,12 @@ class Side:
         name = self.engine.add(ids, self._sampling, self._speculation)
         self._states.append(self.engine.request_state(name))
 
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, call: Callable[..., Any], clock: str) -> Callable[..., Any]:
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = call(*args, **kwargs)
-            self._clock += time.perf_counter() - started
+            self._clocks[clock] += time.perf_counter() - started
             return result
 
         return wrapped

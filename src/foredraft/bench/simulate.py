@@ -129,6 +129,16 @@ def _measured(cost: Cost, noise: float, rng: np.random.Generator) -> list[PassTi
     return cells
 
 
+def cost_table_of(cost: Cost, num_requests: int) -> CostTable:
+    """A table that holds the very cost, for batches up to a size."""
+    most = MAX_AUTO_NODES + 1
+    return CostTable(
+        PassTime(batch, rows, 0, cost(batch, float(rows)), 0.0)
+        for batch in range(1, num_requests + 1)
+        for rows in range(batch, batch * most + 1)
+    )
+
+
 def best_rate(acceptance: float, num_requests: int, cost: Cost) -> float:
     """Expected tokens per second of the best allocation, for chains of one acceptance.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.compare import compare_with_plain
-from foredraft.cli.drafter_options import drafter_options_of, read_prediction
+from foredraft.cli.drafter_options import drafter_options_of, read_prediction, read_scope
 from foredraft.cli.files import check_output
 from foredraft.cli.one_prompt import generate_one
 from foredraft.cli.prompts import read_prompts
@@ -45,6 +45,8 @@ Examples:
   foredraft generate --chat --prompt-file letter.txt --compare
 
   foredraft generate --prompt-file prompts.jsonl --json > results.jsonl
+
+  foredraft generate "One, two, three," --method lookahead --drafter-option window=8
 
 --json prints one object a prompt, with the keys text, token_ids,
 num_prompt_tokens, num_tokens, finish_reason, stop_string, logprobs (null
@@ -190,6 +192,20 @@ def generate(
             "end."
         ),
     ] = None,
+    suffix_scope: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose past responses --method suffix may draft from; by default those of no one "
+            "in particular."
+        ),
+    ] = None,
+    drafter_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE, any option of the method's own (docs/methods); for --method auto "
+            "METHOD.NAME=VALUE. May be repeated."
+        ),
+    ] = None,
     prediction_file: Annotated[
         Path | None,
         typer.Option(help="The text that is expected, for --method prediction."),
@@ -249,6 +265,7 @@ def generate(
         _number(num_speculative_tokens),
         verification,
         prediction=read_prediction(prediction_file, method),
+        suffix_scope=read_scope(suffix_scope, method),
     )
     check_method(method)
     if method != PLAIN and method not in METHODS:
@@ -262,7 +279,9 @@ def generate(
         dtype,
         device,
         max_model_len=max_model_len,
-        drafter_options=drafter_options_of(method, draft_model, suffix_corpus or [], suffix_store),
+        drafter_options=drafter_options_of(
+            method, draft_model, suffix_corpus or [], suffix_store, drafter_option
+        ),
     )
     find_source(config.model)
     every = read_prompts(prompts or [], prompt_file or [], chat)

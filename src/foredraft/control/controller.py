@@ -333,7 +333,8 @@ class Controller:
     ) -> Float64Array:
         """Estimated acceptance of every node once its parent is accepted, float64 [num_nodes].
 
-        Where several proposed a node, it is the best that any of them makes it.
+        Where several proposed a node, it is the mean of what each of them makes it: the largest of
+        several guesses is too often one that is too large.
         """
         out = np.zeros(len(owners))
         rows = view.rows[owners]
@@ -341,9 +342,10 @@ class Controller:
             out[chosen] = table.acceptance_of(bins[chosen], rows[chosen])
         if drafts.votes is None:
             return out
-        out[(drafts.votes != -1).any(axis=0)] = 0.0
+        num_votes = (drafts.votes != -1).sum(axis=0)
+        out[num_votes > 0] = 0.0
         for table, chosen, kinds, voter_rows in self._by_voter(view, drafts, owners):
-            out[chosen] = np.maximum(out[chosen], table.acceptance_of(kinds, voter_rows))
+            out[chosen] += table.acceptance_of(kinds, voter_rows) / num_votes[chosen]
         return out
 
     def _without_drafts(self, view: View) -> Allocation:

@@ -116,6 +116,11 @@ class Drafter(ABC):
             context: Facts about the target.
         """
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Bytes held on the host for requests and past texts; 0, the default, is not counted."""
+        return 0
+
     @abstractmethod
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
         """Propose one token tree for each segment of the step.

@@ -102,6 +102,11 @@ class DraftCache:
         self._states: dict[str, DraftState] = {}
         self.max_len = model.max_model_len
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values in use."""
+        return self._cache.bytes_in_use
+
     def read(self, segments: Sequence[Segment]) -> list[Reading | None]:
         """Bring requests up to the text that they have in this step, but for the last few tokens.
 

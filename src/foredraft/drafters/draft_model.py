@@ -154,6 +154,11 @@ class DraftModelDrafter(Drafter):
             self._columns = torch.from_numpy(columns).to(model.device)
         self._warn_if_dear()
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Bytes of keys and values, for all requests together; the weights are not counted."""
+        return self._cache.num_bytes
+
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
         """Let the draft model write ahead, all requests together, level by level."""
         num_segments = len(plan.segments)

@@ -4,7 +4,7 @@ Under the default rule a draft may be anything, so nothing has to be chosen befo
 members that cost next to nothing all draft, what they agree on is one node, and the likeliest nodes
 of the joined tree fill the budget. Who proposed which node, and how sure of it, goes along
 (``DraftBatch.votes``): the controller learns what each member's word is worth, per request, takes
-the best of them for a node, and keeps the nodes that pay.
+the mean of them for a node, and keeps the nodes that pay.
 
 A member whose drafts take time (a draft model) drafts as much as it was given a budget for: the
 controller asks it where its draft is expected to pay beside the free ones. The free drafts are
@@ -128,6 +128,11 @@ class PortfolioDrafter(Drafter):
         )
         self.member_seconds: dict[str, float] = {}
         _load_kernels()
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Bytes held by all members."""
+        return sum(member.num_state_bytes for member in self.members.values())
 
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
         """Propose for each segment the likeliest nodes of all members' drafts."""

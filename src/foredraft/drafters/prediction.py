@@ -73,6 +73,11 @@ class PredictionDrafter(Drafter):
         none = np.empty(0, dtype=np.int64)
         _follow(none, none, 0, 0, 1, 1, none, none, np.empty(0))
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Bytes held: the predictions of all requests."""
+        return sum(prediction.nbytes for prediction in self._predictions.values())
+
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
         """Propose for each segment what its prediction says comes next."""
         trees: list[Any] = [None] * len(plan.segments)

@@ -256,7 +256,7 @@ class AsyncStream(AsyncIterator[StreamChunk]):
     async def __anext__(self) -> StreamChunk:
         """Wait for the next chunk."""
         channel = self._channel
-        while not channel.unread:
+        while self._is_closed or not channel.unread:  # what comes after closing is nobody's
             if self._is_closed or channel.has_ended:
                 await self.aclose()
                 raise StopAsyncIteration

@@ -93,6 +93,11 @@ class Drafting:
         """What a method that has drafted before needs."""
         return self._drafters[method].needs
 
+    def num_state_bytes(self, method: str) -> int:
+        """Bytes that a method's drafter holds on the host; 0 where it has not drafted."""
+        drafter = self._drafters.get(method)
+        return 0 if drafter is None else drafter.num_state_bytes
+
     def take_failures(self) -> dict[str, str]:
         """Return what went wrong with whose draft in the last ``propose``, by request id.
 

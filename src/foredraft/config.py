@@ -14,6 +14,9 @@ from foredraft.registry import PLAIN
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
+KV_LAYOUTS = ("auto", "contiguous", "blocks")
+ATTENTIONS = ("auto", "sdpa", "flex")
+
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -30,8 +33,15 @@ class EngineConfig:
         max_model_len: Most tokens of prompt and output together; ``None`` takes the model's own.
         max_num_batched_tokens: Most prompt tokens computed in one step.
         kv_cache_gb: Most memory for keys and values; ``None`` takes a share of what is free.
+        kv_layout: ``contiguous`` keeps each request's keys and values in one stretch, and copies
+            what texts have in common; ``blocks`` keeps them in blocks that are shared. ``auto``
+            takes contiguous ones, but where ``attention`` is ``flex``.
+        attention: ``sdpa``, the reference; or ``flex``, FlexAttention, which reads blocks in place
+            and is made for CUDA. ``auto`` takes ``sdpa``.
         reuse_prefixes: Keep the keys and values of ended texts, within that memory, for requests
             that begin alike.
+        tensor_parallel_size: Over how many processes, started by torchrun, the model's layers are
+            split.
         drafter_options: Options by method name, e.g. ``{"ngram": {"max_ngram_len": 3}}``.
     """
 
@@ -42,7 +52,10 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     kv_cache_gb: float | None = None
+    kv_layout: str = "auto"
+    attention: str = "auto"
     reuse_prefixes: bool = True
+    tensor_parallel_size: int = 1
     drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +72,12 @@ class EngineConfig:
                 f"device is {self.device!r}; allowed is 'auto', 'cpu' or 'cuda[:index]'. Leave it "
                 "out for 'auto'."
             )
-        for name in ("max_num_requests", "max_num_batched_tokens", "max_model_len"):
+        for name in (
+            "max_num_requests",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "tensor_parallel_size",
+        ):
             value = getattr(self, name)
             if value is None and name == "max_model_len":
                 continue
@@ -75,6 +93,15 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_cache_gb is {gigabytes!r}; allowed is a number above 0, or None for a share "
                 "of the free memory."
+            )
+        for name, allowed in (("kv_layout", KV_LAYOUTS), ("attention", ATTENTIONS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; allowed is one of {', '.join(allowed)}.")
+        if self.attention == "flex" and self.kv_layout == "contiguous":
+            raise ConfigError(
+                "attention is 'flex', which reads blocks, and kv_layout is 'contiguous'; leave one "
+                "of them out."
             )
         if not isinstance(self.reuse_prefixes, bool):
             raise ConfigError(

@@ -6,11 +6,13 @@ import functools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from foredraft.engine.engine import Engine
+from foredraft.model.kv_blocks import BLOCK_ROWS
 from foredraft.params import SamplingParams, SpeculationParams
 from tests.tiny import (
     VOCAB,
@@ -56,8 +58,17 @@ def plain(prompt: int, sampling: int, max_tokens: int) -> list[int]:
 class EngineLife(RuleBasedStateMachine):
     """Requests come, run, rest, run out of time and are called off, in memory for few of them."""
 
-    @initialize(reuse=st.booleans(), num_requests=st.integers(1, 4), chunk=st.sampled_from([7, 64]))
-    def start(self, reuse: bool, num_requests: int, chunk: int) -> None:
+    @initialize(
+        reuse=st.booleans(),
+        num_requests=st.integers(1, 4),
+        chunk=st.sampled_from([7, 64]),
+        layout=st.sampled_from(["contiguous", "blocks"]),
+    )
+    def start(self, reuse: bool, num_requests: int, chunk: int, layout: str) -> None:
+        self.num_rows = NUM_ROWS
+        if layout == "blocks":  # the end of a block may be empty in every slot
+            self.num_rows += num_requests * (1 + reuse) * (BLOCK_ROWS - 1)
+            self.num_rows += -self.num_rows % BLOCK_ROWS
         texts = [p + plain(i, s, 20) for i, p in enumerate(PROMPTS) for s in range(2)]
         self.engine: Engine = engine(
             _target(),
@@ -68,8 +79,10 @@ class EngineLife(RuleBasedStateMachine):
             max_num_requests=num_requests,
             max_num_batched_tokens=chunk,
             reuse_prefixes=reuse,
-            kv_cache_gb=(NUM_ROWS + 0.5) * _row_bytes() / 2**30,
+            kv_layout=layout,
+            kv_cache_gb=(self.num_rows + 0.5) * _row_bytes() / 2**30,
         )
+        assert NUM_ROWS <= self.engine.scheduler.max_rows < NUM_ROWS + BLOCK_ROWS
         self.open: dict[str, Any] = {}
         self.expected: dict[str, list[int]] = {}
         self.deltas: dict[str, list[int]] = {}
@@ -145,7 +158,7 @@ class EngineLife(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         cache, scheduler = self.engine.cache, self.engine.scheduler
-        assert cache.bytes_in_use <= NUM_ROWS * cache.bytes_per_row
+        assert cache.bytes_in_use <= self.num_rows * cache.bytes_per_row
         used = len(scheduler.running) + scheduler.prefixes.num_retained
         assert cache.num_slots - cache.num_free_slots == used
         slots = [state.slot for state in scheduler.running.values()]
@@ -185,7 +198,7 @@ class EngineLife(RuleBasedStateMachine):
             self._step()
         assert not self.open and not self.engine.has_work
         self.engine.scheduler.drop_prefixes()
-        assert self.engine.cache.bytes_in_use == 0
+        assert self.engine.cache.bytes_in_use == 0  # no row, or block, is held for nobody
         assert self.engine.cache.num_free_slots == self.engine.cache.num_slots
         assert not self.engine.controller._requests
 
@@ -205,18 +218,24 @@ EngineLife.TestCase.settings = settings(
 TestEngineLife = EngineLife.TestCase
 
 
-def test_no_slot_is_lost_in_ten_thousand_operations() -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "blocks"])
+def test_no_slot_or_block_is_lost_in_ten_thousand_operations(layout: str) -> None:
     """Random adds, steps, cancels and rests on a target that costs nothing; counted throughout."""
     rng = np.random.default_rng(3)
     table = rng.normal(size=(50, 50)).astype(np.float32)
+    num_rows = 400
+    if layout == "blocks":
+        num_rows += 10 * (BLOCK_ROWS - 1)
+        num_rows += -num_rows % BLOCK_ROWS
     the_engine = engine(
         table_target(table),
-        kv_cache_gb=400.5 * 8 / 2**30,
+        kv_cache_gb=(num_rows + 0.5) * 8 / 2**30,
         max_num_requests=5,
         reuse_prefixes=True,
         max_num_batched_tokens=32,
+        kv_layout=layout,
     )
-    assert the_engine.scheduler.max_rows == 400
+    assert 400 <= the_engine.scheduler.max_rows < 400 + BLOCK_ROWS
     states: dict[str, Any] = {}
     expected: dict[str, list[int]] = {}
     num_ended = 0
@@ -248,7 +267,7 @@ def test_no_slot_is_lost_in_ten_thousand_operations() -> None:
                     assert state.output_ids.tolist() == expected.pop(delta.request_id)
                     num_ended += 1
         scheduler, cache = the_engine.scheduler, the_engine.cache
-        assert cache.bytes_in_use <= 400 * cache.bytes_per_row
+        assert cache.bytes_in_use <= num_rows * cache.bytes_per_row
         used = len(scheduler.running) + scheduler.prefixes.num_retained
         assert cache.num_slots - cache.num_free_slots == used
     assert num_ended > 300

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from foredraft.engine.commit import _keep_path
 from foredraft.model import packing
-from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.kv_blocks import BlockKVCache
+from foredraft.model.kv_cache import ContiguousKVCache, KVCache
+from foredraft.model.paged_attention import PagedAttention
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.tree.tree import ancestors
@@ -84,11 +86,14 @@ def _assert_cache_is_fresh(
     runner.forward(StepPlan((fresh.segment(),)), DraftBatch.empty(1))
     theirs = own(torch.from_numpy(ids)[None], use_cache=True).past_key_values
     for layer, cached in enumerate(theirs.layers):
-        for store, rows in (
-            (runner.cache.keys(layer), cached.keys),
-            (runner.cache.values(layer), cached.values),
+        ours_of, fresh_of = (
+            runner.cache.read(layer, runner.cache.locate((slot,), len(ids)))
+            for slot in (sequence.slot, fresh.slot)
+        )
+        for own_rows, expected, rows in zip(
+            ours_of, fresh_of, (cached.keys, cached.values), strict=True
         ):
-            ours, expected = store[sequence.slot, : len(ids)], store[fresh.slot, : len(ids)]
+            ours, expected = own_rows[0], expected[0]
             torch.testing.assert_close(ours, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
             expected = rows[0].transpose(0, 1)  # a sliding window keeps its last rows only
             limit = LOGIT_TOLERANCE[dtype]
@@ -145,14 +150,63 @@ def test_groups_are_the_cheapest(shapes: list[tuple[int, int]], call_cost: int) 
     assert found in every and cost(found) == min(map(cost, every))
 
 
-def _check_family(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "phi3"])
+@torch.inference_mode()
+def test_block_tables_say_the_same(family: str, is_paged: bool, dtype: torch.dtype) -> None:
+    """Read by the reference, or in place: windows, soft caps and sinks as well."""
+    if family in _MIXTURES and dtype == torch.float64:
+        pytest.skip("PyTorch's grouped matrix product has no float64")
+    _check_family(family, dtype, block_rows=128 if is_paged else 16, is_paged=is_paged)
+
+
+@torch.inference_mode()
+def test_the_blocks_that_are_named_hold_every_key_that_is_seen() -> None:
+    """What a compiled kernel skips, for no row sees any of it."""
+    rng = np.random.default_rng(2)
+    target = family_target("mistral")
+    cache = BlockKVCache(target.layers, 6, CONTEXT, torch.float32, target.device, 60, 16)
+    runner = Runner(target, cache)
+    sequences = [
+        _Sequence(runner, str(i), rng.integers(0, VOCAB, n)) for i, n in enumerate((50, 9))
+    ]
+    for sequence in sequences:
+        runner.forward(StepPlan((sequence.segment(),)), DraftBatch.empty(1))
+        sequence.num_cached = len(sequence.ids) - 1
+    cache.copy_rows(sequences[0].slot, other := cache.allocate(), 32)
+    assert cache.num_holders(other) == [2, 2]
+    trees = [np.array([0, 0, 1, 2]), np.array([0, 1])]
+    plan = StepPlan(tuple(sequence.segment() for sequence in sequences))
+    for segment, tree in zip(plan.segments, trees, strict=True):
+        cache.reserve(segment.slot, segment.start, segment.start + 1 + len(tree))
+    paged = PagedAttention(plan, trees, cache, target.device)
+    for window in (None, 6):
+        mask = paged.block_mask(window)
+        num_rows, num_keys = 8, cache.flat(0)[0].shape[0]
+        rows, keys = torch.arange(num_rows)[:, None], torch.arange(num_keys)[None]
+        seen = mask.mask_mod(torch.tensor(0), torch.tensor(0), rows, keys)
+        named = mask.to_dense()[0, 0].bool().repeat_interleave(16, dim=1)
+        assert named.shape == (1, num_keys) and (named | ~seen).all()
+        num_committed = [49, 8]
+        for row, who in ((0, 0), (4, 0), (5, 1), (7, 1)):
+            depth = {0: 0, 4: 2, 5: 0, 7: 2}[row]
+            whole = num_committed[who] + 1 + depth
+            assert int(seen[row].sum()) == (whole if window is None else min(whole, window))
+
+
+def _check_family(
+    family: str, dtype: torch.dtype, block_rows: int = 0, is_paged: bool = False
+) -> None:
     """Chunks, decode rows and trees of four ragged requests in one pass, commit after commit."""
     rng = np.random.default_rng(7)
     limit = LOGIT_TOLERANCE[dtype]
     own = family_model(family, dtype)
     target = family_target(family, dtype)
-    cache = ContiguousKVCache(target.layers, 6, CONTEXT, dtype, target.device)
-    runner = Runner(target, cache)
+    cache: KVCache = ContiguousKVCache(target.layers, 6, CONTEXT, dtype, target.device)
+    if block_rows:
+        cache = BlockKVCache(target.layers, 6, CONTEXT, dtype, target.device, 99, block_rows)
+    runner = Runner(target, cache, is_paged=is_paged)
     sequences = [
         _Sequence(runner, str(i), rng.integers(0, VOCAB, length))
         for i, length in enumerate((1, 3, 17, 40))

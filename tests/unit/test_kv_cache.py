@@ -32,7 +32,7 @@ def fill(cache: ContiguousKVCache, slot: int, num_rows: int, seed: int) -> None:
         for store in (cache.keys(layer), cache.values(layer)):
             rows = store[slot, :num_rows]
             rows.copy_(torch.randn(rows.shape, generator=generator))
-    cache.note_rows(slot, num_rows)
+    cache.reserve(slot, 0, num_rows)
 
 
 def copy_of(cache: ContiguousKVCache, slot: int) -> list[torch.Tensor]:
@@ -79,9 +79,9 @@ def test_rows_in_use_are_counted() -> None:
     cache = make()
     assert cache.bytes_in_use == 0
     one, other = cache.allocate(), cache.allocate()
-    cache.note_rows(one, 5)
-    cache.note_rows(one, 3)  # a step that starts further back takes nothing away
-    cache.note_rows(other, 8)
+    cache.reserve(one, 0, 5)
+    cache.reserve(one, 0, 3)  # a step that starts further back takes nothing away
+    cache.reserve(other, 0, 8)
     assert cache.bytes_in_use == 13 * cache.bytes_per_row
     cache.free(one)
     assert cache.bytes_in_use == 8 * cache.bytes_per_row
@@ -158,7 +158,7 @@ def test_memory_follows_what_is_in_use() -> None:
     for slot in [cache.allocate() for _ in range(4)][:3]:
         for store in stores:
             store[slot].fill_(slot + 1)
-        cache.note_rows(slot, 16384)
+        cache.reserve(slot, 0, 16384)
     full = resident()
     assert full - start > 180 * mebibyte
     cache.free(0)
@@ -181,7 +181,7 @@ def test_a_long_context_is_reserved_though_memory_is_short() -> None:
     cache = make(16, 1_024_000, (LayerShape(8, 128, 128),), torch.bfloat16)
     assert cache.allocate() == 0
     cache.keys(0)[0, 1_023_999].fill_(1.0)
-    cache.note_rows(0, 1_024_000)
+    cache.reserve(0, 0, 1_024_000)
     assert float(cache.keys(0)[0, 1_023_999].sum()) == 8 * 128
     assert resident() - start < 16 << 20
     cache.free(0)

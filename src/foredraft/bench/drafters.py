@@ -43,7 +43,7 @@ _PREDICTION_TOKENS = 220
 _LIVE_METHODS = ("ngram", "suffix", "recycling", "lookahead")
 _LIVE_BATCHES = (1, 4)
 _LIVE_TOKENS = 96
-_LIVE_REQUESTS = 8
+_LIVE_REQUESTS = 4
 """Requests of a cell at least: with fewer, a single lucky step shows."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.engine.request_state import RequestState
-from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.kv_cache import KVCache
 from foredraft.types import Delta, DraftBatch, Int64Array, StepPlan, Verdict
 
 _NON_FINITE = (
@@ -27,7 +27,7 @@ def commit(
     drafts: DraftBatch,
     verdict: Verdict,
     states: Mapping[str, RequestState],
-    cache: ContiguousKVCache,
+    cache: KVCache,
     failures: Mapping[str, str],
     is_cut: NDArray[np.bool_],
     problems: Mapping[int, str] = MappingProxyType({}),
@@ -132,7 +132,7 @@ def _stop(
     return len(token_ids), None, None
 
 
-def _keep_path(cache: ContiguousKVCache, slot: int, root_position: int, path: Int64Array) -> None:
+def _keep_path(cache: KVCache, slot: int, root_position: int, path: Int64Array) -> None:
     """Bring the rows of an accepted path into place behind the root."""
     places = np.arange(1, len(path) + 1)
     is_moved = path != places

@@ -28,7 +28,9 @@ from foredraft.engine.report_logprobs import with_logprobs
 from foredraft.engine.request_state import RequestState
 from foredraft.engine.scheduler import Scheduler
 from foredraft.errors import ConfigError, InvalidRequestError
-from foredraft.model.kv_cache import ContiguousKVCache, row_bytes
+from foredraft.model import parallel
+from foredraft.model.kv_blocks import BLOCK_ROWS, BlockKVCache
+from foredraft.model.kv_cache import ContiguousKVCache, KVCache, row_bytes
 from foredraft.model.loader import Target, load_target
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
@@ -83,8 +85,18 @@ class Engine:
         self.target = (
             load_target(self.config, notify) if target is None else _shortened(target, self.config)
         )
+        is_split = self.target.num_ranks > 1
         self.max_kv_bytes = _kv_bound(self.config, self.target)
+        if is_split:
+            self.max_kv_bytes = parallel.agree(self.max_kv_bytes)
         self.cache = _make_cache(self.config, self.target, self.max_kv_bytes)
+        self.runner = Runner(self.target, self.cache, is_paged=self.config.attention == "flex")
+        if is_split:
+            if not parallel.is_leading():
+                parallel.follow(self.runner)
+                raise SystemExit(0)  # the first rank has finished the program's work
+            self.runner = parallel.LeadingRunner(self.runner)
+            self.cache = self.runner.cache
         self.max_num_requests = min(self.config.max_num_requests, self.cache.num_slots)
         self.scheduler = Scheduler(
             self.cache,
@@ -94,7 +106,6 @@ class Engine:
             self.config.reuse_prefixes,
             lambda state: self.drafting.forget(state.request),
         )
-        self.runner = Runner(self.target, self.cache)
         self.drafting = Drafting(
             self.config.drafter_options, self.target, drafters or {}, self.max_num_requests
         )
@@ -272,7 +283,11 @@ class Engine:
         """
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
-        self.drafting.close()
+        try:
+            self.drafting.close()
+        finally:
+            if isinstance(self.runner, parallel.LeadingRunner):
+                self.runner.stop()
 
     def request_state(self, request_id: str) -> RequestState:
         """Return the state of a waiting or running request; it outlives the request's end.
@@ -448,12 +463,17 @@ def _kv_bound(config: EngineConfig, target: Target) -> int:
     return int(psutil.virtual_memory().available * _CPU_SHARE_OF_FREE_MEMORY)
 
 
-def _make_cache(config: EngineConfig, target: Target, max_kv_bytes: int) -> ContiguousKVCache:
+def _make_cache(config: EngineConfig, target: Target, max_kv_bytes: int) -> KVCache:
     # Beside those that run, texts that have ended are kept for their beginnings.
     num_slots = config.max_num_requests * (2 if config.reuse_prefixes else 1)
+    where = target.max_model_len, target.dtype, target.device
+    num_bytes = row_bytes(target.layers, target.dtype)
+    if config.kv_layout == "blocks" or config.attention == "flex":
+        # FlexAttention's kernels go by stretches of so many keys.
+        block_rows = 128 if config.attention == "flex" else BLOCK_ROWS
+        num_blocks = max(1, max_kv_bytes // (block_rows * num_bytes))
+        return BlockKVCache(target.layers, num_slots, *where, num_blocks, block_rows)
     if target.device.type != "cpu":  # there a reservation is memory at once
-        slot_bytes = target.max_model_len * row_bytes(target.layers, target.dtype)
+        slot_bytes = target.max_model_len * num_bytes
         num_slots = max(1, min(num_slots, max_kv_bytes // slot_bytes))
-    return ContiguousKVCache(
-        target.layers, num_slots, target.max_model_len, target.dtype, target.device
-    )
+    return ContiguousKVCache(target.layers, num_slots, *where)

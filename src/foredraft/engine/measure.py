@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.kv_cache import KVCache
 from foredraft.model.runner import Runner
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import PaddingTime, PassTime
@@ -54,7 +54,7 @@ class Clock(Protocol):
 
 @contextmanager
 def prepared_requests(
-    runner: Runner, cache: ContiguousKVCache, num_requests: int, context: int
+    runner: Runner, cache: KVCache, num_requests: int, context: int
 ) -> Iterator[Clock]:
     """Yield what times a step of ``num_requests`` requests with so many rows together.
 
@@ -103,7 +103,7 @@ def prepared_requests(
 
 
 def quick_times(
-    runner: Runner, cache: ContiguousKVCache
+    runner: Runner, cache: KVCache
 ) -> tuple[tuple[PassTime, ...], tuple[PaddingTime, ...]]:
     """Measure a few shapes in about a second or two, for want of a profile.
 
@@ -117,15 +117,18 @@ def quick_times(
     for num_requests, context, rows in _QUICK_SHAPES:
         if num_requests > cache.num_free_slots or (cells and time.monotonic() > deadline):
             break
-        longest = cache.capacity - 1 - max(rows) // num_requests
+        most = cache.longest(num_requests)
+        longest = most - 1 - max(rows) // num_requests
         if longest < 1:
-            rows, longest = (num_requests,), max(0, cache.capacity - 2)
+            if most < 2:
+                break
+            rows, longest = (num_requests,), most - 2
         context = min(context, longest)
         with prepared_requests(runner, cache, num_requests, context) as seconds:
             # From both ends, so that what time allows spans the range.
             order = [rows[0], *reversed(rows[1:])]
             times = time_rows(seconds, order, _QUICK_ROUNDS, lambda: time.monotonic() > deadline)
-            has_room = context + UNEVEN_ROWS < cache.capacity
+            has_room = context + UNEVEN_ROWS < most
             if num_requests > 1 and has_room and time.monotonic() < deadline:
                 rises = time_padding(seconds, num_requests, _QUICK_ROUNDS)
                 paddings.append(as_padding(num_requests, context, rises))
@@ -225,12 +228,12 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(values)
 
 
-def _fill(cache: ContiguousKVCache, slot: int, context: int) -> None:
+def _fill(cache: KVCache, slot: int, context: int) -> None:
     """Write what looks like keys and values: reading unwritten pages would be too cheap."""
     generator = torch.Generator().manual_seed(slot)
+    cache.reserve(slot, 0, context)
+    rows = torch.from_numpy(cache.flat_rows(slot, 0, context))
     for layer in range(len(cache.layers)):
-        for store in (cache.keys(layer), cache.values(layer)):
-            rows = store[slot, :context]
-            noise = torch.rand(rows.shape[1:], generator=generator).to(rows)
-            rows.copy_(noise.expand_as(rows))
-    cache.note_rows(slot, context)
+        for store in cache.flat(layer):
+            noise = torch.rand(store.shape[1:], generator=generator).to(store)
+            store[rows.to(store.device)] = noise

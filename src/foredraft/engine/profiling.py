@@ -97,11 +97,12 @@ def measure_profile(
     groups = [
         (batch, context, rows)
         for batch, context, rows in _GROUPS
-        if batch <= engine.max_num_requests and context + max(rows) < engine.cache.capacity
+        if batch <= engine.max_num_requests and context + max(rows) < engine.cache.longest(batch)
     ]
     if not groups:
-        short = max(1, engine.cache.capacity - 34)
-        rows = tuple(n for n in _ROWS if n + short < engine.cache.capacity)
+        longest = engine.cache.longest(1)
+        short = max(1, longest - 34)
+        rows = tuple(n for n in _ROWS if n + short < longest)
         groups = [(1, short, rows or (1,))]
     wanted = {
         (batch, context): rows_to_measure(batch, (*rows, *_long_rows(engine, batch, context)))
@@ -120,9 +121,10 @@ def measure_profile(
             )
             if times and time.monotonic() - started > max_seconds:
                 break
+            has_room = context + UNEVEN_ROWS < engine.cache.longest(batch)
             with prepared_requests(engine.runner, engine.cache, batch, context) as seconds:
                 found = time_rows(seconds, wanted[batch, context], _ROUNDS_A_VISIT)
-                if batch in _UNEVEN_BATCHES and context + UNEVEN_ROWS < engine.cache.capacity:
+                if batch in _UNEVEN_BATCHES and has_room:
                     rise = time_padding(seconds, batch, _ROUNDS_A_VISIT)
                     rises.setdefault((batch, context), []).extend(rise)
             kept = times.setdefault((batch, context), {})
@@ -163,7 +165,9 @@ def _long_rows(engine: Engine, num_requests: int, context: int) -> tuple[int, ..
     """Rows of a request beyond the usual ones that are worth to measure."""
     if num_requests not in _LONG_BATCHES or context > _GROUPS[0][1]:
         return ()
-    most = min(engine.controller.max_auto_nodes + 1, engine.cache.capacity - context - 1)
+    most = min(
+        engine.controller.max_auto_nodes + 1, engine.cache.longest(num_requests) - context - 1
+    )
     return tuple(rows for rows in _LONG_ROWS if rows <= most)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from foredraft.engine.request_state import RequestState
 from foredraft.errors import InvalidRequestError
-from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.kv_cache import KVCache
 from foredraft.model.prefix_store import Match, PrefixStore, common_length
 from foredraft.types import StepPlan
 
@@ -48,7 +48,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: ContiguousKVCache,
+        cache: KVCache,
         max_num_requests: int,
         max_num_batched_tokens: int,
         max_kv_bytes: int,
@@ -59,7 +59,7 @@ class Scheduler:
         self._cache = cache
         self._max_num_requests = max_num_requests
         self._max_num_batched_tokens = max_num_batched_tokens
-        self.max_rows = max_kv_bytes // cache.bytes_per_row
+        self.max_rows = cache.usable_rows(max_kv_bytes)
         self._reuse_prefixes = reuse_prefixes
         self._on_preempt = on_preempt
         self._waiting: dict[str, RequestState] = {}

@@ -1,8 +1,13 @@
-"""Keys and values in contiguous slots: one slot a running request, reserved at full length.
+"""Keys and values: the contract of every layout, and the one with contiguous slots.
 
-On a CPU the reservation is address space only: the operating system commits a page when it is first
-written, and a freed slot gives its pages back, so memory follows what is in use. Attention sees
-plain views; a slot's rows lie in position order, a row's heads side by side.
+A slot is a running request's own place. Its rows lie one after another in the order of positions,
+wherever the layout keeps them: in a stretch of memory of their own (here), or in blocks that are
+shared where texts begin alike (``kv_blocks``).
+
+Contiguous slots are reserved at full length. On a CPU the reservation is address space only: the
+operating system commits a page when it is first written, and a freed slot gives its pages back, so
+memory follows what is in use. Attention sees plain views; a slot's rows lie in position order, a
+row's heads side by side.
 
 Row ``i`` of a slot holds the token at position ``i`` once committed. During a step, draft node
 ``k`` lies in row ``root position + k``; accepting a path copies its few rows into place. Positions
@@ -16,6 +21,7 @@ import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +48,107 @@ class LayerShape:
     value_dim: int
 
 
+class KVCache(Protocol):
+    """What the engine asks of a layout.
+
+    Attributes:
+        layers: Shape of each layer.
+        num_slots: Most requests that hold KV at once.
+        capacity: Rows of a slot.
+        is_contiguous: Whether slots side by side can be read as one view, so that it is worth to
+            keep them there.
+    """
+
+    layers: tuple[LayerShape, ...]
+    num_slots: int
+    capacity: int
+    is_contiguous: bool
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        ...
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that hold something."""
+        ...
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots not taken."""
+        ...
+
+    @property
+    def lowest_free_slot(self) -> int:
+        """The slot that :meth:`allocate` would give; ``num_slots`` where none is free."""
+        ...
+
+    def usable_rows(self, max_bytes: int) -> int:
+        """Rows that requests may hold together, so that no more than so many bytes are in use."""
+        ...
+
+    def longest(self, num_requests: int) -> int:
+        """Rows that each of so many requests more can hold at once."""
+        ...
+
+    def allocate(self, is_highest: bool = False) -> int:
+        """Take the lowest free slot, or the highest."""
+        ...
+
+    def free(self, slot: int) -> None:
+        """Give a slot back, and its memory."""
+        ...
+
+    def num_rows(self, slot: int) -> int:
+        """Rows of a slot that have been reserved."""
+        ...
+
+    def reserve(self, slot: int, first: int, end: int) -> None:
+        """See to it that rows ``first`` to ``end`` of a slot can be written, by it alone.
+
+        Raises:
+            MemoryError: There is no room for them.
+        """
+        ...
+
+    def shorten(self, slot: int, num_rows: int) -> None:
+        """Keep the first rows of a slot; give the memory of the others back."""
+        ...
+
+    def copy_rows(self, source: int, target: int, num_rows: int) -> None:
+        """Let a slot that is empty begin with the first rows of another."""
+        ...
+
+    def move_rows(self, slot: int, sources: Int64Array, target: int) -> None:
+        """Copy rows ``sources`` of a slot, in order, to the rows from ``target`` on.
+
+        Sources and targets may overlap; the targets have been reserved.
+        """
+        ...
+
+    def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, [N, num_kv_heads, dim] each."""
+        ...
+
+    def flat_rows(self, slot: int, first: int, end: int) -> Int64Array:
+        """Where a slot's rows lie in :meth:`flat`, int64 [end - first]; they are reserved."""
+        ...
+
+    def locate(self, slots: Sequence[int], num_rows: int) -> Any:
+        """Find the first rows of some slots, once for all layers; what :meth:`read` takes.
+
+        Args:
+            slots: Where the layout is contiguous, side by side.
+            num_rows: Of each, up to ``capacity``; those not reserved read as finite numbers.
+        """
+        ...
+
+    def read(self, layer: int, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that were located, [num_slots, num_rows, num_kv_heads, dim] each."""
+        ...
+
+
 class ContiguousKVCache:
     """KV of every layer in ``num_slots`` slots of ``capacity`` rows.
 
@@ -55,6 +162,8 @@ class ContiguousKVCache:
     Raises:
         ModelLoadError: The operating system refuses so much address space.
     """
+
+    is_contiguous = True
 
     def __init__(
         self,
@@ -72,10 +181,8 @@ class ContiguousKVCache:
         self._device = device
         self._stores = [
             (
-                _Store(
-                    (num_slots, self.capacity, layer.num_kv_heads, layer.key_dim), dtype, device
-                ),
-                _Store(
+                Store((num_slots, self.capacity, layer.num_kv_heads, layer.key_dim), dtype, device),
+                Store(
                     (num_slots, self.capacity, layer.num_kv_heads, layer.value_dim), dtype, device
                 ),
             )
@@ -116,8 +223,16 @@ class ContiguousKVCache:
         self._num_rows[slot] = 0
         self._free.append(slot)
 
+    def usable_rows(self, max_bytes: int) -> int:
+        """Rows that requests may hold together within so many bytes."""
+        return max_bytes // self.bytes_per_row
+
+    def longest(self, num_requests: int) -> int:
+        """Rows of a slot: each has its own."""
+        return self.capacity
+
     def num_rows(self, slot: int) -> int:
-        """Rows of a slot that have been written."""
+        """Rows of a slot that have been reserved."""
         return int(self._num_rows[slot])
 
     def shorten(self, slot: int, num_rows: int) -> None:
@@ -130,19 +245,19 @@ class ContiguousKVCache:
         self._num_rows[slot] = num_rows
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
-        """Copy the first rows of a slot to another."""
+        """Copy the first rows of a slot to another, which is empty."""
         for keys, values in self._stores:
             keys.tensor[target, :num_rows] = keys.tensor[source, :num_rows]
             values.tensor[target, :num_rows] = values.tensor[source, :num_rows]
-        self.note_rows(target, num_rows)
+        self.reserve(target, 0, num_rows)
 
-    def note_rows(self, slot: int, num_rows: int) -> None:
-        """Record that rows up to ``num_rows`` of a slot have been written."""
-        self._num_rows[slot] = max(self._num_rows[slot], num_rows)
+    def reserve(self, slot: int, first: int, end: int) -> None:
+        """Count rows up to ``end`` of a slot; the system gives memory as they are written."""
+        self._num_rows[slot] = max(self._num_rows[slot], end)
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of all rows written in slots that are taken (pages round this up a little)."""
+        """Bytes of all rows reserved in slots that are taken (pages round this up a little)."""
         return int(self._num_rows.sum()) * self.bytes_per_row
 
     def keys(self, layer: int) -> torch.Tensor:
@@ -152,6 +267,24 @@ class ContiguousKVCache:
     def values(self, layer: int) -> torch.Tensor:
         """Values of a layer, [num_slots, capacity, num_kv_heads, value_dim]."""
         return self._stores[layer][1].tensor
+
+    def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, slot after slot."""
+        keys, values = self._stores[layer]
+        return keys.tensor.flatten(0, 1), values.tensor.flatten(0, 1)
+
+    def flat_rows(self, slot: int, first: int, end: int) -> Int64Array:
+        """Where a slot's rows lie in :meth:`flat`."""
+        return np.arange(first, end, dtype=np.int64) + slot * self.capacity
+
+    def locate(self, slots: Sequence[int], num_rows: int) -> tuple[slice, slice]:
+        """Find the first rows of slots that lie side by side."""
+        return slice(slots[0], slots[-1] + 1), slice(0, num_rows)
+
+    def read(self, layer: int, place: tuple[slice, slice]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the keys and values that were located."""
+        keys, values = self._stores[layer]
+        return keys.tensor[place], values.tensor[place]
 
     def move_rows(self, slot: int, sources: Int64Array, target: int) -> None:
         """Copy rows ``sources`` of a slot, in order, to the rows from ``target`` on.
@@ -173,10 +306,11 @@ def row_bytes(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
     )
 
 
-class _Store:
+class Store:
     """One [num_slots, ...] tensor whose slots can be given back to the operating system."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve it."""
         num_elements = math.prod(shape)
         self._map: mmap.mmap | None = None
         self._slot_bytes = num_elements * dtype.itemsize // shape[0]

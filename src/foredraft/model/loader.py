@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 
 from foredraft import families
 from foredraft.config import EngineConfig
-from foredraft.errors import ModelLoadError
+from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.model import packed_linear
 from foredraft.model.diagnosis import (
     cached_file,
@@ -76,6 +77,7 @@ class Target:
         device: Where the model lies.
         keeps_logits: Whether the model's ``forward`` takes ``logits_to_keep``.
         weight_bytes: Of all its weights, packed ones too; 0 where that is not known.
+        num_ranks: Over how many ranks its layers are split.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Target:
     device: torch.device
     keeps_logits: bool
     weight_bytes: int = 0
+    num_ranks: int = 1
 
 
 def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info) -> Target:
@@ -111,6 +114,9 @@ def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info)
         "trust_remote_code": False,
         "local_files_only": Path(source).is_dir() or offline is not None,
     }
+    num_ranks = config.tensor_parallel_size
+    if num_ranks > 1:
+        _check_ranks(num_ranks)
     memory_before = anonymous_memory()
     with _quiet_transformers():
         if not options["local_files_only"] and cached_file(source, "config.json") is None:
@@ -119,17 +125,18 @@ def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info)
         _refuse_unsuitable(name, hf_config)
         max_model_len = _resolve_length(config, hf_config, notify)
         tokenizer = _load_tokenizer(source, options)
-        model = _load_model(name, source, hf_config, options, dtype, notify)
+        model = _load_model(name, source, hf_config, options, dtype, notify, num_ranks)
         try:
-            model = model.to(device)
+            if num_ranks == 1:  # else each rank's share lies on its device already
+                model = model.to(device)
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
                 f"{name} in {str(dtype).removeprefix('torch.')} does not fit into the memory of "
                 f"{device}; choose a smaller dtype, a smaller model or another device."
             ) from error
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    target = prepare_target(name, model, tokenizer, max_model_len)
-    if device.type == "cpu":
+    target = prepare_target(name, model, tokenizer, max_model_len, num_ranks)
+    if device.type == "cpu" and num_ranks == 1:
         gather_into_large_pages(weight_bytes, memory_before)
     return target
 
@@ -139,6 +146,7 @@ def prepare_target(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     max_model_len: int,
+    num_ranks: int = 1,
 ) -> Target:
     """Make a loaded Transformers model a target: probe it, take its attention, pack its layers.
 
@@ -147,6 +155,7 @@ def prepare_target(
         model: A causal LM of Transformers, on its device and in its dtype. It is taken over.
         tokenizer: Its tokenizer, if any.
         max_model_len: Most tokens of prompt and output together.
+        num_ranks: Over how many ranks its layers are split.
 
     Raises:
         ModelLoadError: Its attention does not go through foredraft's function.
@@ -157,7 +166,7 @@ def prepare_target(
     with _quiet_transformers():  # a refusal is said once, in our own sentence
         layers, vocab_size = probe(name, model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    if packed_linear.can_pack(model.dtype, model.device):
+    if num_ranks == 1 and packed_linear.can_pack(model.dtype, model.device):
         packed_linear.pack_linear_layers(model)
     return Target(
         name=name,
@@ -171,7 +180,19 @@ def prepare_target(
         device=model.device,
         keeps_logits=keeps_logits,
         weight_bytes=weight_bytes,
+        num_ranks=num_ranks,
     )
+
+
+def _check_ranks(num_ranks: int) -> None:
+    """Refuse a number of ranks that this program was not started with."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks != started:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, and this program runs in {started} "
+            f"process{'es' * (started > 1)}; start it with torchrun --nproc-per-node {num_ranks}, "
+            "or change the number."
+        )
 
 
 def _resolve_device(name: str) -> torch.device:
@@ -303,9 +324,19 @@ def _load_model(
     options: dict[str, Any],
     dtype: torch.dtype,
     notify: Callable[[str], None],
+    num_ranks: int = 1,
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
+    if num_ranks > 1:
+        from transformers.distributed import DistributedConfig
+
+        options = {**options, "distributed_config": DistributedConfig(tp_size=num_ranks)}
+        if not getattr(hf_config.get_text_config(), "base_model_tp_plan", None):
+            raise ModelLoadError(
+                f"{name} ({hf_config.model_type}) has no plan to split its layers in Transformers; "
+                "run it with tensor_parallel_size=1."
+            )
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source,

@@ -1,7 +1,8 @@
 """One step as one flat, ragged pass: which rows belong to whom, who sees what, where KV goes.
 
 Rows come in segment order; a segment's rows are its committed tokens and then its draft nodes.
-Decode segments whose slots lie side by side share one attention call; a prompt chunk has its own.
+Decode segments whose slots can be read together share one attention call; a prompt chunk has its
+own. Where blocks are read in place (``paged_attention``), one call serves all.
 Masks are made once a step and window, not once a layer, and windows are measured in positions.
 
 Decode rows attend to their keys rounded up to whole blocks, the rest masked. The kernels add up the
@@ -21,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.model.attention import AttentionOptions, attend_causal, attend_folded
-from foredraft.model.kv_cache import ROW_BLOCK, ContiguousKVCache
+from foredraft.model.kv_cache import ROW_BLOCK, KVCache
+from foredraft.model.paged_attention import PagedAttention
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan
 
@@ -43,9 +45,9 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Decode segments in neighbouring slots: ``segments`` indexes the plan."""
+    """Decode segments whose slots are read together: ``segments`` indexes the plan."""
 
-    first_slot: int
+    slots: tuple[int, ...]
     segments: tuple[int, ...]
     first_row: int
     num_rows: tuple[int, ...]
@@ -74,6 +76,10 @@ class PackedPass:
         cache: Where keys and values lie.
         device: Where the model lies.
         dtype: Of the model.
+        is_paged: Whether attention reads block tables in place.
+
+    Raises:
+        MemoryError: The cache has no room for the rows.
 
     Attributes:
         input_ids: int64 [1, T].
@@ -89,11 +95,12 @@ class PackedPass:
         self,
         plan: StepPlan,
         drafts: DraftBatch,
-        cache: ContiguousKVCache,
+        cache: KVCache,
         device: torch.device,
         dtype: torch.dtype,
+        is_paged: bool = False,
     ) -> None:
-        """Lay the rows out."""
+        """Lay the rows out, and reserve them in the cache."""
         self._cache = cache
         self._device = device
         self._dtype = dtype
@@ -116,9 +123,8 @@ class PackedPass:
                 ids.append(drafts.token_ids[drafts.offsets[index] : drafts.offsets[index + 1]])
                 positions.append(segment.root_position + depths(tree)[1:])
             num_rows = segment.num_rows + num_nodes
-            kv_rows.append(
-                np.arange(segment.start, segment.start + num_rows) + segment.slot * cache.capacity
-            )
+            cache.reserve(segment.slot, segment.start, segment.start + num_rows)
+            kv_rows.append(cache.flat_rows(segment.slot, segment.start, segment.start + num_rows))
             row_offsets.append(first + num_rows)
             if segment.wants_prompt_logits:
                 self.prompt_rows[index] = (first, first + segment.num_rows)
@@ -127,16 +133,23 @@ class PackedPass:
                 logit_offsets.append(logit_offsets[-1] + 1 + num_nodes)
             else:
                 logit_offsets.append(logit_offsets[-1])
-            cache.note_rows(segment.slot, segment.start + num_rows)
         self.row_offsets: Int64Array = np.array(row_offsets, dtype=np.int64)
         self.logit_offsets: Int64Array = np.array(logit_offsets, dtype=np.int64)
         self.input_ids = torch.from_numpy(np.concatenate(ids)[None]).to(device)
         self.position_ids = torch.from_numpy(np.concatenate(positions)[None]).to(device)
         none = np.empty(0, dtype=np.int64)
         self.logit_rows = torch.from_numpy(np.concatenate(wanted) if wanted else none).to(device)
-        self._kv_rows = torch.from_numpy(np.concatenate(kv_rows)).to(device)
+        self._kv_rows = self._stretch(np.concatenate(kv_rows))
         self._is_draft = self._which_are_drafts()
+        self._paged: PagedAttention | None = None
+        if is_paged:
+            self._paged = PagedAttention(plan, self._trees, cache, device)
+            return
         self._chunks, self._groups = self._group()
+        self._places = [cache.locate(group.slots, group.most_keys) for group in self._groups]
+        self._chunk_places = [
+            cache.locate((chunk.slot,), chunk.start + chunk.num_rows) for chunk in self._chunks
+        ]
         self._pad_rows = [None if g.is_even else self._padding(g) for g in self._groups]
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
 
@@ -149,20 +162,22 @@ class PackedPass:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Write the pass's keys and values of a layer and attend; see ``attention.Pass``."""
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        keys, values = self._cache.flat(layer)
         self._write(keys, key)
         self._write(values, value)
+        if self._paged is not None:
+            return self._paged.attend(query, keys, values, options)
         num_heads, num_rows = query.shape[1], query.shape[2]
         if len(self._groups) == 1 and not self._chunks:
-            return self._attend_group(0, query, keys, values, options)
+            return self._attend_group(0, query, layer, options)
         out = query.new_empty(1, num_rows, num_heads, values.shape[-1])
         for index, group in enumerate(self._groups):
             rows = slice(group.first_row, group.first_row + sum(group.num_rows))
-            out[:, rows] = self._attend_group(index, query[:, :, rows], keys, values, options)
+            out[:, rows] = self._attend_group(index, query[:, :, rows], layer, options)
         for index, chunk in enumerate(self._chunks):
             rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
             out[:, rows] = self._attend_chunk(
-                index, query[:, :, rows], key[:, :, rows], value[:, :, rows], keys, values, options
+                index, query[:, :, rows], key[:, :, rows], value[:, :, rows], layer, options
             )
         return out
 
@@ -175,11 +190,17 @@ class PackedPass:
         rows = new[0].transpose(0, 1)
         if self._is_draft is not None:
             rows = torch.where(self._is_draft, torch.nan_to_num(rows, 0.0, 0.0, 0.0), rows)
-        if len(self._plan.segments) == 1:
-            segment = self._plan.segments[0]
-            store[segment.slot, segment.start : segment.start + rows.shape[0]] = rows
+        if isinstance(self._kv_rows, slice):
+            store[self._kv_rows] = rows
         else:
-            store.view(-1, *store.shape[2:]).index_copy_(0, self._kv_rows, rows)
+            store.index_copy_(0, self._kv_rows, rows)
+
+    def _stretch(self, kv_rows: Int64Array) -> slice | torch.Tensor:
+        """Where the pass's rows are written: a slice where they lie one behind the other."""
+        first, last = int(kv_rows[0]), int(kv_rows[-1])
+        if last - first + 1 == len(kv_rows) and (np.diff(kv_rows) == 1).all():
+            return slice(first, last + 1)
+        return torch.from_numpy(kv_rows).to(self._device)
 
     def _which_are_drafts(self) -> torch.Tensor | None:
         """Which rows hold draft nodes, bool [T, 1, 1], or ``None`` where nothing is drafted."""
@@ -206,7 +227,7 @@ class PackedPass:
             for end in ends:
                 groups.append(
                     _DecodeGroup(
-                        segments[begin].slot,
+                        tuple(segment.slot for segment in segments[begin:end]),
                         tuple(run[begin:end]),
                         int(self.row_offsets[run[begin]]),
                         tuple(rows[begin:end]),
@@ -223,7 +244,8 @@ class PackedPass:
                 first_row = int(self.row_offsets[index])
                 chunks.append(_Chunk(segment.slot, first_row, num_rows, segment.start))
                 continue
-            if run and self._plan.segments[run[-1]].slot + 1 != segment.slot:
+            is_next = not run or self._plan.segments[run[-1]].slot + 1 == segment.slot
+            if self._cache.is_contiguous and not is_next:
                 close()
             run.append(index)
         close()
@@ -246,8 +268,7 @@ class PackedPass:
         self,
         index: int,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        layer: int,
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Decode rows [1, num_heads, T, dim] of one group; returns [1, T, num_heads, dim]."""
@@ -255,9 +276,8 @@ class PackedPass:
         padding = self._pad_rows[index]
         batch, most = len(group.segments), group.most_rows
         num_heads, dim = query.shape[1], query.shape[3]
-        slots = slice(group.first_slot, group.first_slot + batch)
-        key = keys[slots, : group.most_keys].transpose(1, 2)
-        value = values[slots, : group.most_keys].transpose(1, 2)
+        keys, values = self._cache.read(layer, self._places[index])
+        key, value = keys.transpose(1, 2), values.transpose(1, 2)
         num_kv_heads = key.shape[1]
         share = num_heads // num_kv_heads
         if padding is not None:
@@ -295,8 +315,7 @@ class PackedPass:
         query: torch.Tensor,
         new_key: torch.Tensor,
         new_value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        layer: int,
         options: AttentionOptions,
     ) -> torch.Tensor:
         chunk = self._chunks[index]
@@ -305,8 +324,8 @@ class PackedPass:
         is_plain = options.softcap is None and options.sinks is None
         if chunk.start == 0 and is_plain and (window is None or window >= num_keys):
             return attend_causal(query, new_key, new_value, options).transpose(1, 2)
-        key = keys[chunk.slot : chunk.slot + 1, :num_keys].transpose(1, 2)
-        value = values[chunk.slot : chunk.slot + 1, :num_keys].transpose(1, 2)
+        keys, values = self._cache.read(layer, self._chunk_places[index])
+        key, value = keys.transpose(1, 2), values.transpose(1, 2)
         num_heads, dim = query.shape[1], query.shape[3]
         num_kv_heads = key.shape[1]
         share = num_heads // num_kv_heads

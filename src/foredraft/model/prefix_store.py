@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.kv_cache import KVCache
 from foredraft.types import Int64Array
 
 BLOCK = 32
@@ -45,7 +45,7 @@ class PrefixStore:
         cache: The cache; slots that are retained count as taken there.
     """
 
-    def __init__(self, cache: ContiguousKVCache) -> None:
+    def __init__(self, cache: KVCache) -> None:
         """Start with nothing."""
         self._cache = cache
         self._token_ids: dict[int, Int64Array] = {}
@@ -119,7 +119,7 @@ class PrefixStore:
             From where, and where to; ``None`` where nothing was moved.
         """
         lowest = min(self._retained, default=slot)
-        if lowest >= slot:
+        if lowest >= slot or not self._cache.is_contiguous:
             return None
         target = self._cache.allocate(is_highest=True)
         self._cache.copy_rows(lowest, target, self._retained[lowest])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from foredraft.model.attention import PASS_ARGUMENT
-from foredraft.model.kv_cache import ContiguousKVCache
+from foredraft.model.kv_cache import KVCache
 from foredraft.model.loader import Target
 from foredraft.model.packing import PackedPass
 from foredraft.types import DraftBatch, StepPlan, TargetOutput
@@ -20,17 +20,22 @@ class Runner:
         target: The loaded model.
         cache: Where keys and values lie.
         hidden_layers: Indices into Transformers' ``hidden_states`` (0 is the embedding's output,
-        the
-            last is the final, normalised one) to hand out with every pass.
+            the last is the final, normalised one) to hand out with every pass.
+        is_paged: Whether attention reads block tables in place.
     """
 
     def __init__(
-        self, target: Target, cache: ContiguousKVCache, hidden_layers: tuple[int, ...] = ()
+        self,
+        target: Target,
+        cache: KVCache,
+        hidden_layers: tuple[int, ...] = (),
+        is_paged: bool = False,
     ) -> None:
         """Keep the parts."""
         self.target = target
         self.cache = cache
         self.hidden_layers = hidden_layers
+        self.is_paged = is_paged
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, drafts: DraftBatch) -> TargetOutput:
@@ -40,7 +45,7 @@ class Runner:
         the cache: of committed tokens for good, of draft nodes until the path is known.
         """
         target = self.target
-        packed = PackedPass(plan, drafts, self.cache, target.device, target.dtype)
+        packed = PackedPass(plan, drafts, self.cache, target.device, target.dtype, self.is_paged)
         num_picks = len(packed.logit_rows)
         wanted = packed.logit_rows
         if packed.prompt_rows:

@@ -1,0 +1,96 @@
+"""The same texts from every layout of the cache and every back-end of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foredraft.config import EngineConfig
+from foredraft.errors import ConfigError
+from foredraft.model.kv_blocks import BlockKVCache
+from foredraft.params import SamplingParams, SpeculationParams
+from tests.tiny import VOCAB, ScriptDrafter, engine, family_target, run
+
+_RNG = np.random.default_rng(4)
+_SHARED = _RNG.integers(3, VOCAB, 70).tolist()
+PROMPTS = [
+    _SHARED,
+    *(_RNG.integers(3, VOCAB, length).tolist() for length in (1, 40)),
+    [*_SHARED[:64], *_RNG.integers(3, VOCAB, 5).tolist()],
+    _SHARED,
+    [*_SHARED, 5, 6],
+]
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "seed": 2, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+    {"logprobs": 2},
+    {"temperature": 0.7, "seed": 5, "prompt_logprobs": 1},
+]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "blocks": {"kv_layout": "blocks"},
+    "flex": {"attention": "flex"},
+}
+
+
+def texts(family: str, method: str, number: int, **options: Any) -> tuple[list[list[int]], Any]:
+    samplings = [SamplingParams(max_tokens=24, ignore_eos=True, **one) for one in SAMPLINGS]
+    speculation = SpeculationParams(method, number)
+    target = family_target(family)
+    plain = run(engine(target), PROMPTS, samplings, SpeculationParams("none"))
+    known = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
+    drafters = {
+        name: ScriptDrafter("half", known, children, seed=7, ragged=True)
+        for name, children in (("chain", 1), ("tree", 3))
+    }
+    the_engine = engine(target, drafters, max_num_requests=3, max_num_batched_tokens=24, **options)
+    found = run(the_engine, PROMPTS, samplings, speculation, arrivals=[0, 0, 0, 2, 5, 9])
+    assert found == plain
+    return found, the_engine
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize(("method", "number"), [("none", 0), ("chain", 4), ("tree", 9)])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_texts_are_those_of_contiguous_slots(
+    layout: str, family: str, method: str, number: int, reuse: bool
+) -> None:
+    _, the_engine = texts(family, method, number, reuse_prefixes=reuse, **LAYOUTS[layout])
+    cache = the_engine.cache
+    assert isinstance(cache, BlockKVCache)
+    the_engine.scheduler.drop_prefixes()
+    assert cache.num_free_blocks == cache.num_blocks
+    assert cache.num_free_slots == cache.num_slots
+
+
+def test_requests_that_begin_alike_share_blocks() -> None:
+    the_engine = engine(
+        family_target("llama"), kv_layout="blocks", reuse_prefixes=True, max_num_requests=4
+    )
+    sampling, plain = SamplingParams(max_tokens=30, ignore_eos=True), SpeculationParams("none")
+    first = the_engine.add(_SHARED, sampling, plain)
+    the_engine.step()
+    the_engine.step()
+    others = [the_engine.add(_SHARED, sampling, plain) for _ in range(3)]
+    the_engine.step()
+    cache = the_engine.cache
+    assert isinstance(cache, BlockKVCache)
+    states = [the_engine.request_state(name) for name in (first, *others)]
+    for state in states:
+        assert cache.num_holders(state.slot)[:2] == [4, 4]
+    assert all(state.stats.num_reused_tokens >= 64 for state in states[1:])
+    whole = sum(len(cache.block_table(state.slot)) for state in states)
+    assert cache.num_blocks - cache.num_free_blocks == whole - 2 * 3
+
+
+def test_layouts_are_checked() -> None:
+    with pytest.raises(ConfigError, match="kv_layout is 'paged'; allowed is one of auto"):
+        EngineConfig(kv_layout="paged")
+    with pytest.raises(ConfigError, match="attention is 'flash'; allowed is one of auto"):
+        EngineConfig(attention="flash")
+    with pytest.raises(ConfigError, match="reads blocks, and kv_layout is 'contiguous'"):
+        EngineConfig(kv_layout="contiguous", attention="flex")

@@ -5,15 +5,18 @@ The cost table is given, not measured, so that what is decided does not depend o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from foredraft import LLM
 from foredraft.control.cost_table import CostTable
 from foredraft.engine.engine import Engine
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.plan.profile import PassTime
+from tests.folders import make_folder
 from tests.tiny import (
     Ended,
     ScriptDrafter,
@@ -190,3 +193,26 @@ def test_where_rows_are_dear_right_drafts_are_not_made_either() -> None:
     """Each row costs a whole step."""
     stats = long_run("half", 1.0, 3).stats
     assert stats.num_draft_tokens < 50
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_among_free_members_in_a_ragged_batch(
+    temperature: float, tmp_path: Path
+) -> None:
+    """Another model's drafts grafted onto free ones: the texts are those of plain decoding."""
+    target = make_folder(tmp_path / "target")
+    other = make_folder(tmp_path / "other", seed=1)
+    members = ("ngram", "suffix", "draft-model")
+    options = {"auto": {"members": members, "options": {"draft-model": {"model": str(other)}}}}
+    prompts = ["one two three one two three one", "the", "boats and trees and boats and trees"]
+    samplings = [
+        SamplingParams(temperature, seed=index, max_tokens=16 + 5 * index, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    with LLM(str(target), dtype="float32", drafter_options=options, max_num_requests=2) as llm:
+        plain = llm.generate(prompts, samplings, SpeculationParams("none"))
+        for number in (1, 6, "auto"):
+            drafted = llm.generate(prompts, samplings, SpeculationParams("auto", number))
+            assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+            proposed = {name for o in drafted for name in o.stats.members}
+            assert number == "auto" or "draft-model" in proposed

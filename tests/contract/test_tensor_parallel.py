@@ -13,7 +13,7 @@ import pytest
 
 from foredraft import LLM, EngineConfig, SamplingParams, SpeculationParams
 from foredraft.engine.engine import Engine
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, ModelLoadError
 from tests.folders import make_folder
 
 PROMPTS = ["one two three one two three one two", "the", "boats and trees and boats and trees and"]
@@ -79,3 +79,11 @@ def test_a_number_of_ranks_that_was_not_started_is_refused(folder: Path) -> None
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2") as caught:
         Engine(EngineConfig(str(folder), tensor_parallel_size=2))
     assert "\n" not in str(caught.value)
+
+
+def test_heads_that_cannot_be_split_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ModelLoadError, match=r"has 2 key heads in a layer.*a divisor of 2"):
+        Engine(EngineConfig(str(folder), tensor_parallel_size=3))

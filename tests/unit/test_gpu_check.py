@@ -9,8 +9,9 @@ import pytest
 from foredraft.bench import gpu_check
 
 
-def test_the_check_on_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--shape tiny --device cpu --batches 1 3 --context 40 --num-tokens 30"
+@pytest.mark.parametrize("layout", ["", " --kv-layout blocks", " --attention flex"])
+def test_the_check_on_a_small_model(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = f"--shape tiny --device cpu --batches 1 3 --context 40 --num-tokens 30{layout}"
     gpu_check.main([*options.split(" "), "--acceptance", "0.9"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     one, three = report["cells"]

@@ -6,6 +6,7 @@ common beginnings save, and what memory comes to, is measured beside it.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -48,12 +49,15 @@ def run(model: str, rounds: int) -> dict[str, Any]:
         llm = LLM(model, notify=progress.say, reuse_prefixes=False)
         target = llm.engine.target
         theirs = _load_transformers(target, progress)
+        has_continuous = _has_continuous(theirs, progress)
         progress("warming up")
         settle(llm.engine, 16, _NUM_TOKENS, 8)
         cells: list[dict[str, Any]] = []
         for kind in _KINDS:
             for concurrency in _CONCURRENCY:
-                cells.append(_cell(llm, theirs, kind, concurrency, rounds, progress))
+                cells.append(
+                    _cell(llm, theirs, has_continuous, kind, concurrency, rounds, progress)
+                )
                 shown = "  ".join(f"{n} {v:.2f}" for n, v in cells[-1]["speedup"].items())
                 progress.say(f"{kind:5} {concurrency:2} at once: {shown}")
         prefix = _prefix(llm, rounds, progress)
@@ -75,7 +79,13 @@ def _load_transformers(target: Target, progress: harness.Progress) -> Any:
 
 
 def _cell(
-    llm: LLM, theirs: Any, kind: str, concurrency: int, rounds: int, progress: harness.Progress
+    llm: LLM,
+    theirs: Any,
+    has_continuous: bool,
+    kind: str,
+    concurrency: int,
+    rounds: int,
+    progress: harness.Progress,
 ) -> dict[str, Any]:
     """One kind of work with so many requests at once."""
     num_requests = max(_LEAST_REQUESTS, concurrency)
@@ -106,6 +116,10 @@ def _cell(
         for name in _SIDES
     }
     sides["transformers"] = transformers
+    if has_continuous:
+        sides["transformers continuous"] = functools.partial(
+            _their_continuous, theirs, ids, concurrency
+        )
     rates = harness.interleave(
         sides, rounds, tell=lambda text: progress(f"{kind}, {concurrency} at once, {text}")
     )
@@ -148,6 +162,38 @@ def _their_batch(theirs: Any, ids: Sequence[np.ndarray]) -> None:
             eos_token_id=None,
             pad_token_id=0,
         )
+
+
+def _has_continuous(theirs: Any, progress: harness.Progress) -> bool:
+    """Whether Transformers' continuous batching runs here."""
+    progress("trying Transformers' continuous batching")
+    try:
+        _their_continuous(theirs, [np.arange(5, 9)], 1)
+    except Exception as error:  # noqa: BLE001 - it raises what it likes, and is not ours
+        what = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        progress.say(
+            f"Transformers' continuous batching does not run here, so it is left out ({what})"
+        )
+        return False
+    return True
+
+
+def _their_continuous(theirs: Any, ids: Sequence[np.ndarray], concurrency: int) -> float:
+    """The same prompts by ``generate_batch``, so many at a time; tokens per second."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=_NUM_TOKENS, eos_token_id=-1, pad_token_id=0
+    )
+    started = time.perf_counter()
+    num_tokens = 0
+    for first in range(0, len(ids), concurrency):
+        part = [prompt.tolist() for prompt in ids[first : first + concurrency]]
+        outputs = theirs.generate_batch(part, generation_config=config)
+        if len(outputs) < len(part):
+            raise RuntimeError(f"{len(outputs)} of {len(part)} requests came back")
+        num_tokens += sum(len(output.generated_tokens) for output in outputs.values())
+    return num_tokens / (time.perf_counter() - started)
 
 
 def _prefix(llm: LLM, rounds: int, progress: harness.Progress) -> dict[str, Any]:

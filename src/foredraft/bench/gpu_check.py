@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from foredraft.bench import harness
-from foredraft.config import EngineConfig
+from foredraft.config import ATTENTIONS, KV_LAYOUTS, EngineConfig
 from foredraft.engine.engine import Engine
 from foredraft.engine.measure import prepared_requests, time_rows
 from foredraft.model.loader import Target, prepare_target
@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--num-tokens", type=int, default=48, help="tokens to write of each")
     parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="auto")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="auto")
     given = parser.parse_args(arguments)
     report = run(
         given.shape,
@@ -69,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.context,
         given.num_tokens,
         given.acceptance,
+        given.kv_layout,
+        given.attention,
     )
     sys.stdout.write(json.dumps(report) + "\n")
 
@@ -81,6 +85,8 @@ def run(
     context: int,
     num_tokens: int,
     acceptance: float,
+    kv_layout: str = "auto",
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """Check every batch; return the report.
 
@@ -92,6 +98,8 @@ def run(
         context: Tokens of each prompt.
         num_tokens: Tokens that each request writes.
         acceptance: Of the synthetic drafter.
+        kv_layout: As for ``EngineConfig``.
+        attention: As for ``EngineConfig``.
     """
     with harness.Progress("gpu check") as progress:
         progress("making the model")
@@ -99,7 +107,8 @@ def run(
         cells = []
         for batch in batches:
             progress(f"batch {batch}")
-            cells.append(_cell(target, batch, context, num_tokens, acceptance))
+            layout = {"kv_layout": kv_layout, "attention": attention}
+            cells.append(_cell(target, batch, context, num_tokens, acceptance, layout))
             progress.say(_line(cells[-1]))
     first = cells[0]
     summary = {
@@ -134,10 +143,16 @@ def _target(shape: str, device: str, dtype: str, max_model_len: int) -> Target:
 
 
 def _cell(
-    target: Target, batch: int, context: int, num_tokens: int, acceptance: float
+    target: Target,
+    batch: int,
+    context: int,
+    num_tokens: int,
+    acceptance: float,
+    layout: dict[str, Any],
 ) -> dict[str, Any]:
     """One batch: passes by rows, then plain decoding and drafting of the same texts."""
     config = EngineConfig(
+        **layout,
         max_num_requests=batch,
         reuse_prefixes=False,
         drafter_options={"synthetic": {"acceptance": acceptance}},

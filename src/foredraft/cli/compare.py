@@ -86,7 +86,7 @@ def _comparison(
     line += "another text: "
     dtype = str(llm.engine.target.dtype).removeprefix("torch.")
     is_exact = dtype in ("float32", "float64")
-    remedy = "" if is_exact else "; --dtype float32 gives the same text"
+    remedy = "" if is_exact else "; --dtype float32 leaves next to none"
     if report is not None and report.is_lossless:
         return (
             f"{line}a near tie, {report.worst_ulps:.1f} units of the last {dtype} digit apart, "

@@ -191,7 +191,7 @@ class BlockKVCache:
     def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, block after block."""
         keys, values = self._stores[layer]
-        return keys.tensor.flatten(0, 1), values.tensor.flatten(0, 1)
+        return keys.rows, values.rows
 
     def flat_rows(self, slot: int, first: int, end: int) -> Int64Array:
         """Where a slot's rows lie in :meth:`flat`."""

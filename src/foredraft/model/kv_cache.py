@@ -271,7 +271,7 @@ class ContiguousKVCache:
     def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, slot after slot."""
         keys, values = self._stores[layer]
-        return keys.tensor.flatten(0, 1), values.tensor.flatten(0, 1)
+        return keys.rows, values.rows
 
     def flat_rows(self, slot: int, first: int, end: int) -> Int64Array:
         """Where a slot's rows lie in :meth:`flat`."""
@@ -323,6 +323,7 @@ class Store:
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.rows = self.tensor.flatten(0, 1)  # made once: it is asked for in every layer
 
     def release(self, slot: int, num_rows: int, from_row: int = 0) -> None:
         """Give a slot's whole pages back and clear the rest: the next tenant finds zeros.

@@ -337,6 +337,13 @@ def _load_model(
                 f"{name} ({hf_config.model_type}) has no plan to split its layers in Transformers; "
                 "run it with tensor_parallel_size=1."
             )
+        text_config = hf_config.get_text_config()
+        num_heads = getattr(text_config, "num_key_value_heads", text_config.num_attention_heads)
+        if num_heads % num_ranks:
+            raise ModelLoadError(
+                f"{name} has {num_heads} key heads in a layer, and tensor_parallel_size is "
+                f"{num_ranks}; choose a divisor of {num_heads}."
+            )
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source,

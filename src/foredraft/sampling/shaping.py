@@ -22,8 +22,8 @@ from foredraft.params import SamplingParams
 from foredraft.sampling.forms import Form
 from foredraft.types import DraftBatch, Int64Array, Segment, StepPlan, TargetOutput, Verdict
 
-_NOTHING = "no token is allowed here, by what allowed_token_ids, bad_token_ids, the processors"
-_NOTHING += " and the grammar say together; change one of them"
+_NOTHING = "no token is allowed here, by what allowed_token_ids, bad_token_ids, min_tokens, the"
+_NOTHING += " processors and the grammar say together; change one of them"
 
 
 @dataclass(frozen=True, slots=True)

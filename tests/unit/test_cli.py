@@ -327,6 +327,17 @@ def test_past_answers_are_kept_from_one_run_to_the_next(
     assert _result(run, *options, "--suffix-corpus", corpus)["text"] == first["text"]
 
 
+def test_any_option_of_a_method_and_a_scope_of_ones_own(run: Run, folder: Path) -> None:
+    options = ("--model", folder, PROMPT, *SHORT, "--num-speculative-tokens", 8)
+    plain = _result(run, "--model", folder, PROMPT, *SHORT, "--method", "none")
+    wide = _result(run, *options, "--method", "ngram")
+    narrow = _result(run, *options, "--method", "ngram", "--drafter-option", "min_hits=9")
+    assert narrow["text"] == wide["text"] == plain["text"]
+    assert narrow["num_draft_tokens"] < wide["num_draft_tokens"]
+    scoped = _result(run, *options, "--method", "suffix", "--suffix-scope", "me")
+    assert scoped["text"] == plain["text"] and scoped["num_draft_tokens"] > 0
+
+
 def test_compare_does_not_draft_from_what_it_has_just_taught(run: Run, folder: Path) -> None:
     options = ("--model", folder, PROMPT, *SHORT, "--method", "suffix")
     options = (*options, "--num-speculative-tokens", 4)
@@ -533,6 +544,10 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     ),
     (["generate", "x", "--suffix-corpus", "/no/such.txt"], "are for --method suffix or auto"),
     (["generate", "x", "--suffix-store", "a.store"], "are for --method suffix or auto"),
+    (["generate", "x", "--suffix-scope", "me"], "is for --method suffix or auto"),
+    (["generate", "x", "--method", "suffix", "--suffix-corpus", "/no/such.txt"], "no such file"),
+    (["generate", "x", "--drafter-option", "min_hits"], "allowed is NAME=VALUE"),
+    (["generate", "x", "--drafter-option", "min_hit=2"], "no option 'min_hit'"),
     (
         ["generate", "x", "--method", "suffix", "--suffix-store", "/no/such/a.store"],
         "no folder /no/such",
@@ -827,7 +842,7 @@ def test_another_text_is_explained(run: Run, singer: Path, monkeypatch: pytest.M
     options = ("--model", singer, PROMPT, "--compare", "--rounds", 1, "--dtype", "bfloat16")
     last = run("generate", *options)[1].splitlines()[-1]
     assert "another text: a near tie, 0.0 units of the last bfloat16 digit" in last
-    assert last.endswith("--dtype float32 gives the same text")
+    assert last.endswith("--dtype float32 leaves next to none")
     result = _result(run, *options)
     assert (result["same_text"], result["is_lossless_up_to_near_ties"]) == (False, True)
 

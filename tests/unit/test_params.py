@@ -164,6 +164,9 @@ BAD_CONFIG = [
     ("kv_cache_gb", "1", "'1'", "a number above 0"),
     ("kv_cache_gb", True, "True", "a number above 0"),
     ("reuse_prefixes", 1, "1", "True or False"),
+    ("kv_layout", "paged", "'paged'", "auto, contiguous, blocks"),
+    ("attention", "flash", "'flash'", "auto, sdpa, flex"),
+    ("tensor_parallel_size", 0, "0", "1 or more"),
     ("drafter_options", None, "None", "a mapping"),
     ("drafter_options", [("ngram", {})], "[('ngram', {})]", "a mapping"),
 ]

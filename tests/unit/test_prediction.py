@@ -76,6 +76,15 @@ def test_after_a_divergence_the_right_place_is_among_the_drafts(kind: str) -> No
     assert any(path == rest[: len(path)] for path in paths(propose(one, output, TEXT)))
 
 
+def test_who_asks_twice_gets_the_same() -> None:
+    one = drafter()
+    propose(one, TEXT[:10], TEXT)
+    for output in ([*TEXT[:10], 777], [*TEXT[:10], 777, 20], [*TEXT[:10], 777, *TEXT[11:16]]):
+        first, again = (propose(one, output, TEXT) for _ in range(2))
+        assert first.token_ids.tolist() == again.token_ids.tolist()
+        assert first.parents.tolist() == again.parents.tolist()
+
+
 def test_two_tokens_later_one_place_is_left() -> None:
     """After one token that agrees there is little doubt, after four none."""
     one = drafter()

@@ -34,6 +34,8 @@ _MAX_MATCH_LEN = 64
 _NUM_PLACES = 4
 """Places of the prediction that are drafted side by side."""
 
+_BEGIN = (0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class PredictionConfig:
@@ -67,8 +69,9 @@ class PredictionDrafter(Drafter):
         """Make a drafter that follows no text yet."""
         self.config = config
         self.context = context
-        # Where each output left off in its prediction, and how many output tokens that was after.
-        self._places: dict[str, tuple[int, int]] = {}
+        # Where each output left off in its prediction, and how many output tokens that was after;
+        # and the same from before, so that who asks twice gets the same.
+        self._places: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
         self._predictions: dict[str, Int64Array] = {}
         none = np.empty(0, dtype=np.int64)
         _follow(none, none, 0, 0, 1, 1, none, none, np.empty(0))
@@ -101,13 +104,15 @@ class PredictionDrafter(Drafter):
             prediction = np.array(request.speculation.prediction, dtype=np.int64)
             self._predictions[request.request_id] = prediction
         output = segment.token_ids[len(request.prompt_ids) :]
-        place, num_before = self._places.get(request.request_id, (0, 0))
+        now, before = self._places.get(request.request_id, (_BEGIN, _BEGIN))
+        place, num_before = before if now[1] == len(output) else now
         if num_before > len(output):
             place, num_before = 0, 0
         ids = np.empty(limit, dtype=np.int64)
         parents = np.empty(limit, dtype=np.int64)
         chances = np.empty(limit)
         num_branches = self.config.num_branches if request.speculation.allows_trees else 1
+        before = place, num_before
         size, place = _follow(
             output,
             prediction,
@@ -119,7 +124,7 @@ class PredictionDrafter(Drafter):
             parents,
             chances,
         )
-        self._places[request.request_id] = (int(place), len(output))
+        self._places[request.request_id] = (int(place), len(output)), before
         return ids[:size], parents[:size], chances[:size]
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError
 from foredraft.model.kv_blocks import BlockKVCache
 from foredraft.params import SamplingParams, SpeculationParams
-from tests.tiny import VOCAB, ScriptDrafter, engine, family_target, run
+from tests.tiny import VOCAB, ScriptDrafter, engine, family_target, run, run_to_end
 
 _RNG = np.random.default_rng(4)
 _SHARED = _RNG.integers(3, VOCAB, 70).tolist()
@@ -85,6 +86,37 @@ def test_requests_that_begin_alike_share_blocks() -> None:
     assert all(state.stats.num_reused_tokens >= 64 for state in states[1:])
     whole = sum(len(cache.block_table(state.slot)) for state in states)
     assert cache.num_blocks - cache.num_free_blocks == whole - 2 * 3
+
+
+@pytest.mark.parametrize("layer", ["embedding", "values"])
+@pytest.mark.parametrize("options", [{}, *LAYOUTS.values()], ids=["contiguous", *LAYOUTS])
+def test_what_is_broken_in_one_request_stays_in_it(options: dict[str, Any], layer: str) -> None:
+    """Its rows are not finite; a neighbour's text is the same, wherever keys and values lie."""
+    target = family_target("llama")
+    sampling, plain = SamplingParams(max_tokens=12, ignore_eos=True), SpeculationParams("none")
+    whole = run_to_end(engine(target, **options), [[5, 6, 7, 8]], sampling, plain)[0]
+    weight = target.model.get_input_embeddings().weight.data
+    if layer == "embedding":
+        weight[40] = torch.nan
+    else:  # keys stay finite, values overflow
+        value = target.model.model.layers[0].self_attn.v_proj
+        value.register_forward_hook(
+            lambda module, args, out: torch.where(
+                target.model.broken_rows[None, :, None], torch.inf, out
+            )
+        )
+        target.model.register_forward_pre_hook(
+            lambda module, args, kwargs: setattr(
+                module, "broken_rows", kwargs["input_ids"][0] == 40
+            ),
+            with_kwargs=True,
+        )
+    assert 40 not in whole.ids
+    found, broken = run_to_end(
+        engine(target, **options), [[5, 6, 7, 8], [9, 40, 9]], sampling, plain
+    )
+    assert (found.ids, found.error) == (whole.ids, None)
+    assert "not finite" in str(broken.error)
 
 
 def test_layouts_are_checked() -> None:

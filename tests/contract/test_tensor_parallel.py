@@ -15,6 +15,7 @@ from foredraft import LLM, EngineConfig, SamplingParams, SpeculationParams
 from foredraft.engine.engine import Engine
 from foredraft.errors import ConfigError, ModelLoadError
 from tests.folders import make_folder
+from tests.tiny import family_target
 
 PROMPTS = ["one two three one two three one two", "the", "boats and trees and boats and trees and"]
 SAMPLINGS: list[dict[str, Any]] = [
@@ -87,3 +88,8 @@ def test_heads_that_cannot_be_split_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ModelLoadError, match=r"has 2 key heads in a layer.*a divisor of 2"):
         Engine(EngineConfig(str(folder), tensor_parallel_size=3))
+
+
+def test_a_loaded_target_is_not_split_anew() -> None:
+    with pytest.raises(ConfigError, match="is 2, and the loaded target is split over 1"):
+        Engine(EngineConfig(tensor_parallel_size=2), family_target("llama"))

@@ -69,7 +69,7 @@ def test_full_is_said_and_nothing_is_lost() -> None:
     cache = make(num_blocks=3)
     one, other = cache.allocate(), cache.allocate()
     write(cache, one, 0, 33, 1)
-    with pytest.raises(MemoryError, match="all 3 blocks"):
+    with pytest.raises(MemoryError, match="of 3 blocks of keys and values 0 are free, and 1"):
         cache.reserve(other, 0, 1)
     assert int(rows_of(cache, one, 33)[0][32, 0, 0]) == 1032
     cache.shorten(one, 16)
@@ -80,6 +80,23 @@ def test_full_is_said_and_nothing_is_lost() -> None:
     cache.free(other)
     with pytest.raises(ValueError, match="slot 1 is free already"):
         cache.free(other)
+
+
+def test_what_does_not_fit_takes_nothing() -> None:
+    """A slot that asks for more than there is holds no block of it when it is freed."""
+    cache = make(num_blocks=4)
+    one, other = cache.allocate(), cache.allocate()
+    write(cache, one, 0, 32, 1)
+    with pytest.raises(MemoryError, match="2 are free, and 3"):
+        cache.reserve(other, 0, 48)
+    assert cache.num_free_blocks == 2 and cache.num_rows(other) == 0
+    cache.copy_rows(one, other, 32)
+    with pytest.raises(MemoryError, match="2 are free, and 3"):
+        cache.reserve(other, 0, 48)  # two copies and a new one
+    assert cache.num_holders(other) == [2, 2] and cache.num_rows(other) == 32
+    cache.free(other)
+    cache.free(one)
+    assert cache.num_free_blocks == 4
 
 
 def test_rows_that_nobody_wrote_read_as_zeros() -> None:

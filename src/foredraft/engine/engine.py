@@ -439,6 +439,11 @@ def _max_auto_nodes(target: Target) -> int:
 
 def _shortened(target: Target, config: EngineConfig) -> Target:
     """A loaded target with the context that the config asks for."""
+    if config.tensor_parallel_size not in (1, target.num_ranks):
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and the loaded target is "
+            f"split over {target.num_ranks}; leave it out, or load the target with it."
+        )
     if config.max_model_len is None or config.max_model_len == target.max_model_len:
         return target
     if config.max_model_len > target.max_model_len:

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from foredraft.model.kv_cache import ROW_BLOCK, LayerShape, Store, row_bytes
+from foredraft.model.kv_cache import ROW_BLOCK, KVCache, LayerShape, stores_of
 from foredraft.types import Int64Array
 
 BLOCK_ROWS = 32
 """Rows of a block where nothing else is asked for."""
 
 
-class BlockKVCache:
+class BlockKVCache(KVCache):
     """KV of every layer in ``num_blocks`` blocks, shared out among ``num_slots`` tables.
 
     Args:
@@ -51,34 +51,17 @@ class BlockKVCache:
         block_rows: int = BLOCK_ROWS,
     ) -> None:
         """Reserve the blocks; on a CPU no page is committed yet."""
-        self.layers = tuple(layers)
-        self.num_slots = num_slots
         step = max(ROW_BLOCK, block_rows)
-        self.capacity = -(-capacity // step) * step
+        super().__init__(layers, num_slots, -(-capacity // step) * step, dtype, device)
         self.block_rows = block_rows
         # More than every slot can hold is never used; one more reads as the rows nobody wrote.
         self.num_blocks = min(num_blocks, num_slots * (self.capacity // block_rows))
         self._empty = self.num_blocks
-        self._dtype = dtype
-        self._device = device
-        rows = (self.num_blocks + 1, block_rows)
-        self._stores = [
-            (
-                Store((*rows, layer.num_kv_heads, layer.key_dim), dtype, device),
-                Store((*rows, layer.num_kv_heads, layer.value_dim), dtype, device),
-            )
-            for layer in self.layers
-        ]
-        self._free_slots = list(range(num_slots))
+        rows = self.num_blocks + 1, block_rows
+        self._stores = stores_of(self.layers, rows, dtype, device)
         self._free_blocks = list(range(self.num_blocks - 1, -1, -1))
         self._counts = np.zeros(self.num_blocks, dtype=np.int64)
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
-        self._num_rows = np.zeros(num_slots, dtype=np.int64)
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return row_bytes(self.layers, self._dtype)
 
     @property
     def bytes_in_use(self) -> int:
@@ -87,19 +70,9 @@ class BlockKVCache:
         return num_used * self.block_rows * self.bytes_per_row
 
     @property
-    def num_free_slots(self) -> int:
-        """Slots not taken."""
-        return len(self._free_slots)
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
         return len(self._free_blocks)
-
-    @property
-    def lowest_free_slot(self) -> int:
-        """The slot that :meth:`allocate` would give; ``num_slots`` where none is free."""
-        return min(self._free_slots, default=self.num_slots)
 
     def usable_rows(self, max_bytes: int) -> int:
         """Rows that requests may hold together: every slot may leave most of a block empty."""
@@ -109,23 +82,6 @@ class BlockKVCache:
     def longest(self, num_requests: int) -> int:
         """Rows that each of so many requests more can hold at once, of the blocks that are free."""
         return min(self.capacity, len(self._free_blocks) // num_requests * self.block_rows)
-
-    def allocate(self, is_highest: bool = False) -> int:
-        """Take the lowest free slot, or the highest."""
-        slot = max(self._free_slots) if is_highest else min(self._free_slots)
-        self._free_slots.remove(slot)
-        return slot
-
-    def free(self, slot: int) -> None:
-        """Give a slot back, and the blocks that it alone holds."""
-        if slot in self._free_slots:
-            raise ValueError(f"slot {slot} is free already")
-        self.shorten(slot, 0)
-        self._free_slots.append(slot)
-
-    def num_rows(self, slot: int) -> int:
-        """Rows of a slot that have been reserved."""
-        return int(self._num_rows[slot])
 
     def num_holders(self, slot: int) -> list[int]:
         """How many slots hold each of a slot's blocks."""
@@ -142,14 +98,20 @@ class BlockKVCache:
             MemoryError: There are not enough blocks; what the slot has stays.
         """
         table = self._tables[slot]
-        for place in range(first // self.block_rows, min(len(table), -(-end // self.block_rows))):
-            if self._counts[table[place]] > 1:
-                own = self._take_block()
-                self._copy_block(table[place], own)
-                self._drop_block(table[place])
-                table[place] = own
-        while len(table) * self.block_rows < end:
-            table.append(self._take_block())
+        written = range(first // self.block_rows, -(-end // self.block_rows))
+        shared = [p for p in written if p < len(table) and self._counts[table[p]] > 1]
+        num_new = max(0, written.stop - len(table))
+        if len(shared) + num_new > len(self._free_blocks):
+            raise MemoryError(
+                f"of {self.num_blocks} blocks of keys and values {len(self._free_blocks)} are "
+                f"free, and {len(shared) + num_new} are needed"
+            )
+        for place in shared:
+            own = self._take_block()
+            self._copy_block(table[place], own)
+            self._drop_block(table[place])
+            table[place] = own
+        table.extend(self._take_block() for _ in range(num_new))
         self._num_rows[slot] = max(self._num_rows[slot], end)
 
     def shorten(self, slot: int, num_rows: int) -> None:
@@ -221,8 +183,6 @@ class BlockKVCache:
         )
 
     def _take_block(self) -> int:
-        if not self._free_blocks:
-            raise MemoryError(f"all {self.num_blocks} blocks of keys and values are in use")
         block = self._free_blocks.pop()
         self._counts[block] = 1
         return block

@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,93 +49,117 @@ class LayerShape:
     value_dim: int
 
 
-class KVCache(Protocol):
-    """What the engine asks of a layout.
+class KVCache(ABC):
+    """What the engine asks of a layout. Who has which slot is the same in all of them.
 
-    Attributes:
+    Args:
         layers: Shape of each layer.
         num_slots: Most requests that hold KV at once.
         capacity: Rows of a slot.
+        dtype: Of keys and values.
+        device: Where they lie.
+
+    Attributes:
         is_contiguous: Whether slots side by side can be read as one view, so that it is worth to
-            keep them there.
+            keep them there; a class attribute.
     """
 
-    layers: tuple[LayerShape, ...]
-    num_slots: int
-    capacity: int
-    is_contiguous: bool
+    is_contiguous: ClassVar[bool]
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Take no slot yet."""
+        self.layers = tuple(layers)
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self._dtype = dtype
+        self._device = device
+        self._free = list(range(num_slots))
+        self._num_rows = np.zeros(num_slots, dtype=np.int64)
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        ...
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes that hold something."""
-        ...
+        return row_bytes(self.layers, self._dtype)
 
     @property
     def num_free_slots(self) -> int:
         """Slots not taken."""
-        ...
+        return len(self._free)
 
     @property
     def lowest_free_slot(self) -> int:
         """The slot that :meth:`allocate` would give; ``num_slots`` where none is free."""
-        ...
-
-    def usable_rows(self, max_bytes: int) -> int:
-        """Rows that requests may hold together, so that no more than so many bytes are in use."""
-        ...
-
-    def longest(self, num_requests: int) -> int:
-        """Rows that each of so many requests more can hold at once."""
-        ...
+        return min(self._free, default=self.num_slots)
 
     def allocate(self, is_highest: bool = False) -> int:
-        """Take the lowest free slot, or the highest."""
-        ...
+        """Take the lowest free slot, so that running slots stay side by side, or the highest."""
+        slot = max(self._free) if is_highest else min(self._free)
+        self._free.remove(slot)
+        return slot
 
     def free(self, slot: int) -> None:
         """Give a slot back, and its memory."""
-        ...
+        if slot in self._free:
+            raise ValueError(f"slot {slot} is free already")
+        self.shorten(slot, 0)
+        self._free.append(slot)
 
     def num_rows(self, slot: int) -> int:
         """Rows of a slot that have been reserved."""
-        ...
+        return int(self._num_rows[slot])
 
+    @property
+    @abstractmethod
+    def bytes_in_use(self) -> int:
+        """Bytes of all rows that are reserved, as the layout holds them."""
+
+    @abstractmethod
+    def usable_rows(self, max_bytes: int) -> int:
+        """Rows that requests may hold together, so that no more than so many bytes are in use."""
+
+    @abstractmethod
+    def longest(self, num_requests: int) -> int:
+        """Rows that each of so many requests more can hold at once."""
+
+    @abstractmethod
     def reserve(self, slot: int, first: int, end: int) -> None:
         """See to it that rows ``first`` to ``end`` of a slot can be written, by it alone.
 
         Raises:
-            MemoryError: There is no room for them.
+            MemoryError: There is no room for them; what the slot has stays.
         """
-        ...
 
+    @abstractmethod
     def shorten(self, slot: int, num_rows: int) -> None:
         """Keep the first rows of a slot; give the memory of the others back."""
-        ...
 
+    @abstractmethod
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
         """Let a slot that is empty begin with the first rows of another."""
-        ...
 
+    @abstractmethod
     def move_rows(self, slot: int, sources: Int64Array, target: int) -> None:
         """Copy rows ``sources`` of a slot, in order, to the rows from ``target`` on.
 
         Sources and targets may overlap; the targets have been reserved.
         """
-        ...
 
+    @abstractmethod
     def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, [N, num_kv_heads, dim] each."""
-        ...
 
+    @abstractmethod
     def flat_rows(self, slot: int, first: int, end: int) -> Int64Array:
         """Where a slot's rows lie in :meth:`flat`, int64 [end - first]; they are reserved."""
-        ...
 
+    @abstractmethod
     def locate(self, slots: Sequence[int], num_rows: int) -> Any:
         """Find the first rows of some slots, once for all layers; what :meth:`read` takes.
 
@@ -142,14 +167,13 @@ class KVCache(Protocol):
             slots: Where the layout is contiguous, side by side.
             num_rows: Of each, up to ``capacity``; those not reserved read as finite numbers.
         """
-        ...
 
+    @abstractmethod
     def read(self, layer: int, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that were located, [num_slots, num_rows, num_kv_heads, dim] each."""
-        ...
 
 
-class ContiguousKVCache:
+class ContiguousKVCache(KVCache):
     """KV of every layer in ``num_slots`` slots of ``capacity`` rows.
 
     Args:
@@ -174,54 +198,15 @@ class ContiguousKVCache:
         device: torch.device,
     ) -> None:
         """Reserve the slots; on a CPU no page is committed yet."""
-        self.layers = tuple(layers)
-        self.num_slots = num_slots
-        self.capacity = -(-capacity // ROW_BLOCK) * ROW_BLOCK
-        self._dtype = dtype
-        self._device = device
-        self._stores = [
-            (
-                Store((num_slots, self.capacity, layer.num_kv_heads, layer.key_dim), dtype, device),
-                Store(
-                    (num_slots, self.capacity, layer.num_kv_heads, layer.value_dim), dtype, device
-                ),
-            )
-            for layer in self.layers
-        ]
-        self._free = list(range(num_slots))
-        self._num_rows = np.zeros(num_slots, dtype=np.int64)
+        capacity = -(-capacity // ROW_BLOCK) * ROW_BLOCK
+        super().__init__(layers, num_slots, capacity, dtype, device)
+        rows = num_slots, capacity
+        self._stores = stores_of(self.layers, rows, dtype, device)
 
     @property
-    def bytes_per_row(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return row_bytes(self.layers, self._dtype)
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots not taken."""
-        return len(self._free)
-
-    def allocate(self, is_highest: bool = False) -> int:
-        """Take the lowest free slot, so that running slots stay side by side, or the highest."""
-        slot = max(self._free) if is_highest else min(self._free)
-        self._free.remove(slot)
-        return slot
-
-    @property
-    def lowest_free_slot(self) -> int:
-        """The slot that :meth:`allocate` would give; ``num_slots`` where none is free."""
-        return min(self._free, default=self.num_slots)
-
-    def free(self, slot: int) -> None:
-        """Give a slot back, and its memory to the operating system."""
-        if slot in self._free:
-            raise ValueError(f"slot {slot} is free already")
-        if self._num_rows[slot]:
-            for keys, values in self._stores:
-                keys.release(slot, int(self._num_rows[slot]))
-                values.release(slot, int(self._num_rows[slot]))
-        self._num_rows[slot] = 0
-        self._free.append(slot)
+    def bytes_in_use(self) -> int:
+        """Bytes of all rows reserved in slots that are taken (pages round this up a little)."""
+        return int(self._num_rows.sum()) * self.bytes_per_row
 
     def usable_rows(self, max_bytes: int) -> int:
         """Rows that requests may hold together within so many bytes."""
@@ -231,9 +216,9 @@ class ContiguousKVCache:
         """Rows of a slot: each has its own."""
         return self.capacity
 
-    def num_rows(self, slot: int) -> int:
-        """Rows of a slot that have been reserved."""
-        return int(self._num_rows[slot])
+    def reserve(self, slot: int, first: int, end: int) -> None:
+        """Count rows up to ``end`` of a slot; the system gives memory as they are written."""
+        self._num_rows[slot] = max(self._num_rows[slot], end)
 
     def shorten(self, slot: int, num_rows: int) -> None:
         """Keep the first rows of a slot; give the memory of the others back."""
@@ -250,15 +235,6 @@ class ContiguousKVCache:
             keys.tensor[target, :num_rows] = keys.tensor[source, :num_rows]
             values.tensor[target, :num_rows] = values.tensor[source, :num_rows]
         self.reserve(target, 0, num_rows)
-
-    def reserve(self, slot: int, first: int, end: int) -> None:
-        """Count rows up to ``end`` of a slot; the system gives memory as they are written."""
-        self._num_rows[slot] = max(self._num_rows[slot], end)
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes of all rows reserved in slots that are taken (pages round this up a little)."""
-        return int(self._num_rows.sum()) * self.bytes_per_row
 
     def keys(self, layer: int) -> torch.Tensor:
         """Keys of a layer, [num_slots, capacity, num_kv_heads, key_dim]."""
@@ -296,6 +272,19 @@ class ContiguousKVCache:
         for keys, values in self._stores:
             keys.tensor[slot, target:end] = keys.tensor[slot].index_select(0, index)
             values.tensor[slot, target:end] = values.tensor[slot].index_select(0, index)
+
+
+def stores_of(
+    layers: Sequence[LayerShape], rows: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> list[tuple[Store, Store]]:
+    """Keys and values of every layer, [*rows, num_kv_heads, dim] each."""
+    return [
+        (
+            Store((*rows, layer.num_kv_heads, layer.key_dim), dtype, device),
+            Store((*rows, layer.num_kv_heads, layer.value_dim), dtype, device),
+        )
+        for layer in layers
+    ]
 
 
 def row_bytes(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:

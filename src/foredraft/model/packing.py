@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from foredraft.model.attention import AttentionOptions, attend_causal, attend_folded
 from foredraft.model.kv_cache import ROW_BLOCK, KVCache
-from foredraft.model.paged_attention import PagedAttention
+from foredraft.model.paged_attention import PagedAttention, contained
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan
 
@@ -163,6 +163,8 @@ class PackedPass:
     ) -> torch.Tensor:
         """Write the pass's keys and values of a layer and attend; see ``attention.Pass``."""
         keys, values = self._cache.flat(layer)
+        if self._paged is not None:
+            key, value = contained(key, value)
         self._write(keys, key)
         self._write(values, value)
         if self._paged is not None:

@@ -172,6 +172,19 @@ class PagedAttention:
         return torch.from_numpy(array).to(self._device)
 
 
+def contained(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of which a broken one shows in its own request alone.
+
+    One call reads all requests. A key that is not finite does no harm to those that do not see it:
+    their scores are replaced. A value would, for nothing times NaN is NaN; so it becomes zero, and
+    its key NaN.
+
+    Shapes: key and value [1, num_kv_heads, T, dim].
+    """
+    is_broken = ~torch.isfinite(value).all(dim=-1, keepdim=True)
+    return key.masked_fill(is_broken, torch.nan), torch.nan_to_num(value, 0.0, 0.0, 0.0)
+
+
 @functools.cache
 def _call(device_type: str) -> Callable[..., Any]:
     """FlexAttention, compiled where there is a kernel to compile it to."""

@@ -94,7 +94,7 @@ class LeadingRunner(Runner):
         """Take the place of a runner."""
         super().__init__(
             runner.target,
-            LeadingCache(runner.cache),
+            LeadingCache(runner.cache),  # type: ignore[arg-type]
             runner.hidden_layers,
             runner.is_paged,
         )
@@ -122,8 +122,9 @@ class LeadingRunner(Runner):
         """Let the other ranks go; safe to repeat."""
         if not self._has_stopped and distributed.is_initialized():
             self._has_stopped = True
-            _tell(_Message(self._take_changes()))
             atexit.unregister(self.stop)
+            _tell(_Message(self._take_changes()))
+            _part()
 
     def _take_changes(self) -> list[tuple[str, tuple[Any, ...]]]:
         cache = self.cache
@@ -141,6 +142,7 @@ def follow(runner: Runner) -> None:
             except MemoryError:
                 continue  # the first rank ran out of room as well, and saw to it
         if message.parts is None or message.drafts is None:
+            _part()
             return
         plan = StepPlan(tuple(_segment(part) for part in message.parts))
         try:
@@ -174,6 +176,13 @@ def _hear() -> _Message:
     distributed.broadcast_object_list(found, src=0, group=_control())
     message: _Message = found[0]
     return message
+
+
+def _part() -> None:
+    """Leave together: who ends while another still listens may take it down."""
+    distributed.barrier(group=_control())
+    distributed.destroy_process_group()
+    _control.cache_clear()
 
 
 def is_leading() -> bool:

@@ -275,7 +275,7 @@ def test_it_says_what_is_wrong() -> None:
 
 def test_a_dear_draft_model_is_said_so() -> None:
     target = family_target("llama")
-    weight_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    weight_bytes = target.weight_bytes
     context = DrafterContext(VOCAB, CONTEXT, weight_bytes=weight_bytes)
     with warnings_logged() as said:
         DraftModelDrafter(DraftModelConfig(), context, copy.copy(target))

@@ -187,3 +187,18 @@ def test_no_more_shapes_are_recorded_than_allowed(monkeypatch: pytest.MonkeyPatc
     assert run(made, PROMPTS, SAMPLINGS, SpeculationParams("none")) == plain
     assert graphs_of(made).num_graphs == 1
     assert 1 < MAX_GRAPHS < MAX_ROWS
+
+
+def test_every_tensor_of_a_pass_is_among_those_that_are_copied() -> None:
+    """Also those that the uncompiled attention never reads: which blocks there are to visit."""
+    made = recording_engine("llama", [], 1)
+    graphs, passes = graphs_of(made), []
+    compute = graphs._compute
+    graphs._compute = lambda packed: (passes.append(packed), compute(packed))[1]
+    graphs._record = lambda run: run
+    run(made, PROMPTS[:2], SAMPLINGS[:2], SpeculationParams("none"))
+    for packed in passes:
+        own = [t for t in vars(packed).values() if isinstance(t, torch.Tensor)]
+        own += [t for t in vars(packed._paged).values() if isinstance(t, torch.Tensor)]
+        assert len(own) == 12
+        assert {id(t) for t in own} == {id(t) for t in packed.tensors}

@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 KV_LAYOUTS = ("auto", "contiguous", "blocks")
 ATTENTIONS = ("auto", "sdpa", "flex")
+CUDA_GRAPHS = ("auto", "on", "off")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
@@ -38,6 +39,9 @@ class EngineConfig:
             takes contiguous ones, but where ``attention`` is ``flex``.
         attention: ``sdpa``, the reference; or ``flex``, FlexAttention, which reads blocks in place
             and is made for CUDA. ``auto`` takes ``sdpa``.
+        cuda_graphs: Whether decode passes are recorded and played again: ``on`` needs ``attention``
+            to be ``flex``; ``auto`` is on with it on CUDA. Elsewhere than on CUDA ``on`` fills
+            passes up alike and runs them, which saves nothing: it is for tests.
         reuse_prefixes: Keep the keys and values of ended texts, within that memory, for requests
             that begin alike.
         tensor_parallel_size: Over how many processes, started by torchrun, the model's layers are
@@ -54,6 +58,7 @@ class EngineConfig:
     kv_cache_gb: float | None = None
     kv_layout: str = "auto"
     attention: str = "auto"
+    cuda_graphs: str = "auto"
     reuse_prefixes: bool = True
     tensor_parallel_size: int = 1
     drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -94,7 +99,11 @@ class EngineConfig:
                 f"kv_cache_gb is {gigabytes!r}; allowed is a number above 0, or None for a share "
                 "of the free memory."
             )
-        for name, allowed in (("kv_layout", KV_LAYOUTS), ("attention", ATTENTIONS)):
+        for name, allowed in (
+            ("kv_layout", KV_LAYOUTS),
+            ("attention", ATTENTIONS),
+            ("cuda_graphs", CUDA_GRAPHS),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; allowed is one of {', '.join(allowed)}.")
@@ -102,6 +111,14 @@ class EngineConfig:
             raise ConfigError(
                 "attention is 'flex', which reads blocks, and kv_layout is 'contiguous'; leave one "
                 "of them out."
+            )
+        if self.cuda_graphs == "on" and (
+            self.attention != "flex" or self.tensor_parallel_size > 1
+        ):
+            raise ConfigError(
+                "cuda_graphs is 'on', which records passes that read blocks in place on one "
+                "device; set attention='flex' and leave tensor_parallel_size out, or leave "
+                "cuda_graphs out."
             )
         if not isinstance(self.reuse_prefixes, bool):
             raise ConfigError(

@@ -34,6 +34,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 LAYOUTS: dict[str, dict[str, Any]] = {
     "blocks": {"kv_layout": "blocks"},
     "flex": {"attention": "flex"},
+    "graphs": {"attention": "flex", "cuda_graphs": "on"},
 }
 
 
@@ -63,6 +64,8 @@ def test_texts_are_those_of_contiguous_slots(
     _, the_engine = texts(family, method, number, reuse_prefixes=reuse, **LAYOUTS[layout])
     cache = the_engine.cache
     assert isinstance(cache, BlockKVCache)
+    assert (the_engine.runner.graphs is not None) == (layout == "graphs")
+    assert layout != "graphs" or the_engine.runner.graphs.num_graphs > 1
     the_engine.scheduler.drop_prefixes()
     assert cache.num_free_blocks == cache.num_blocks
     assert cache.num_free_slots == cache.num_slots
@@ -126,3 +129,6 @@ def test_layouts_are_checked() -> None:
         EngineConfig(attention="flash")
     with pytest.raises(ConfigError, match="reads blocks, and kv_layout is 'contiguous'"):
         EngineConfig(kv_layout="contiguous", attention="flex")
+    for options in ({}, {"attention": "flex", "tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match="cuda_graphs is 'on', which records passes that"):
+            EngineConfig(cuda_graphs="on", **options)  # type: ignore[arg-type]

@@ -9,7 +9,10 @@ import pytest
 from foredraft.bench import gpu_check
 
 
-@pytest.mark.parametrize("layout", ["", " --kv-layout blocks", " --attention flex"])
+@pytest.mark.parametrize(
+    "layout",
+    ["", " --kv-layout blocks", " --attention flex", " --attention flex --cuda-graphs on"],
+)
 def test_the_check_on_a_small_model(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = f"--shape tiny --device cpu --batches 1 3 --context 40 --num-tokens 30{layout}"
     gpu_check.main([*options.split(" "), "--acceptance", "0.9"])
@@ -19,5 +22,6 @@ def test_the_check_on_a_small_model(layout: str, capsys: pytest.CaptureFixture[s
     for cell in (one, three):
         assert 0.5 < cell["acceptance_rate"] <= 1
         assert 0 < cell["overhead_s"] < cell["plain_step_s"]
+        assert (cell["num_graphs"] > 0) == layout.endswith("on")
         assert cell["speedup"] > 0 and cell["predicted_speedup"] > 0
     assert report["summary"]["alpha"].keys() == {"1", "3"}

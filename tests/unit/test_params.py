@@ -166,6 +166,8 @@ BAD_CONFIG = [
     ("reuse_prefixes", 1, "1", "True or False"),
     ("kv_layout", "paged", "'paged'", "auto, contiguous, blocks"),
     ("attention", "flash", "'flash'", "auto, sdpa, flex"),
+    ("cuda_graphs", True, "True", "auto, on, off"),
+    ("cuda_graphs", "on", "'on'", "attention='flex'"),
     ("tensor_parallel_size", 0, "0", "1 or more"),
     ("drafter_options", None, "None", "a mapping"),
     ("drafter_options", [("ngram", {})], "[('ngram', {})]", "a mapping"),

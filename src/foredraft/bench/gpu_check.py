@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from foredraft.bench import harness
-from foredraft.config import ATTENTIONS, KV_LAYOUTS, EngineConfig
+from foredraft.config import ATTENTIONS, CUDA_GRAPHS, KV_LAYOUTS, EngineConfig
 from foredraft.engine.engine import Engine
 from foredraft.engine.measure import prepared_requests, time_rows
 from foredraft.model.loader import Target, prepare_target
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="auto")
     parser.add_argument("--attention", choices=ATTENTIONS, default="auto")
+    parser.add_argument("--cuda-graphs", choices=CUDA_GRAPHS, default="auto")
     given = parser.parse_args(arguments)
     report = run(
         given.shape,
@@ -71,8 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.context,
         given.num_tokens,
         given.acceptance,
-        given.kv_layout,
-        given.attention,
+        {
+            "kv_layout": given.kv_layout,
+            "attention": given.attention,
+            "cuda_graphs": given.cuda_graphs,
+        },
     )
     sys.stdout.write(json.dumps(report) + "\n")
 
@@ -85,8 +89,7 @@ def run(
     context: int,
     num_tokens: int,
     acceptance: float,
-    kv_layout: str = "auto",
-    attention: str = "auto",
+    layout: dict[str, str],
 ) -> dict[str, Any]:
     """Check every batch; return the report.
 
@@ -98,8 +101,7 @@ def run(
         context: Tokens of each prompt.
         num_tokens: Tokens that each request writes.
         acceptance: Of the synthetic drafter.
-        kv_layout: As for ``EngineConfig``.
-        attention: As for ``EngineConfig``.
+        layout: Where keys and values lie and how they are read, as ``EngineConfig`` takes it.
     """
     with harness.Progress("gpu check") as progress:
         progress("making the model")
@@ -107,7 +109,6 @@ def run(
         cells = []
         for batch in batches:
             progress(f"batch {batch}")
-            layout = {"kv_layout": kv_layout, "attention": attention}
             cells.append(_cell(target, batch, context, num_tokens, acceptance, layout))
             progress.say(_line(cells[-1]))
     first = cells[0]
@@ -148,7 +149,7 @@ def _cell(
     context: int,
     num_tokens: int,
     acceptance: float,
-    layout: dict[str, Any],
+    layout: dict[str, str],
 ) -> dict[str, Any]:
     """One batch: passes by rows, then plain decoding and drafting of the same texts."""
     config = EngineConfig(
@@ -177,6 +178,7 @@ def _cell(
     plain_rate = sum(s.num_tokens for s in (*plain, *again)) / sum(
         s.total_s for s in (*plain, *again)
     )
+    graphs = engine.runner.graphs
     overhead = statistics.median(s.host_s + s.draft_s for s in (*plain, *drafted))
     base = times[batch]
     cost = {n: times[batch * (1 + n)] / base for n in _DRAFTED}
@@ -191,6 +193,7 @@ def _cell(
         "plain_pass_s": base,
         "plain_step_s": plain_step,
         "overhead_s": overhead,
+        "num_graphs": 0 if graphs is None else graphs.num_graphs,
         "verify_cost": {str(n): ratio for n, ratio in cost.items()},
         "alpha": (cost[_NUM_SPECULATIVE] - 1) / _NUM_SPECULATIVE,
         "acceptance_rate": sum(s.num_accepted_tokens for s in drafted)

@@ -90,7 +90,15 @@ class Engine:
         if is_split:
             self.max_kv_bytes = parallel.agree(self.max_kv_bytes)
         self.cache = _make_cache(self.config, self.target, self.max_kv_bytes)
-        self.runner = Runner(self.target, self.cache, is_paged=self.config.attention == "flex")
+        is_paged = self.config.attention == "flex"
+        is_cuda = self.target.device.type == "cuda"
+        has_graphs = {"on": True, "off": False, "auto": is_paged and is_cuda and not is_split}
+        self.runner = Runner(
+            self.target,
+            self.cache,
+            is_paged=is_paged,
+            has_graphs=has_graphs[self.config.cuda_graphs],
+        )
         if is_split:
             if not parallel.is_leading():
                 parallel.follow(self.runner)

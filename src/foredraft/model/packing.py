@@ -14,7 +14,9 @@ decoding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from foredraft.model.attention import AttentionOptions, attend_causal, attend_folded
 from foredraft.model.kv_cache import ROW_BLOCK, KVCache
-from foredraft.model.paged_attention import PagedAttention, contained
+from foredraft.model.paged_attention import PagedAttention, Room, contained, filled
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan
 
@@ -77,6 +79,8 @@ class PackedPass:
         device: Where the model lies.
         dtype: Of the model.
         is_paged: Whether attention reads block tables in place.
+        room: To which a pass of decode segments that reads block tables is filled up; all of its
+            rows have logits, the plan's own first.
 
     Raises:
         MemoryError: The cache has no room for the rows.
@@ -84,8 +88,9 @@ class PackedPass:
     Attributes:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T].
-        logit_rows: int64 [R], rows whose logits are wanted: roots and draft nodes.
-        logit_offsets: int64 [num_segments + 1] into ``logit_rows``.
+        wanted_rows: int64 [R], rows whose logits are wanted: roots and draft nodes, then those of
+            ``prompt_rows``; ``None`` where it is all of them, each once.
+        logit_offsets: int64 [num_segments + 1] into the roots and draft nodes of R.
         prompt_rows: For segments whose prompt's log-probabilities are wanted, by index: their first
             row and the one behind their last.
         row_offsets: int64 [num_segments + 1] into the T rows.
@@ -99,13 +104,13 @@ class PackedPass:
         device: torch.device,
         dtype: torch.dtype,
         is_paged: bool = False,
+        room: Room | None = None,
     ) -> None:
         """Lay the rows out, and reserve them in the cache."""
         self._cache = cache
         self._device = device
         self._dtype = dtype
-        self._plan = plan
-        self._trees = [
+        trees = [
             drafts.parents[drafts.offsets[i] : drafts.offsets[i + 1]]
             for i in range(len(plan.segments))
         ]
@@ -114,7 +119,7 @@ class PackedPass:
         logit_offsets = [0]
         self.prompt_rows: dict[int, tuple[int, int]] = {}
         for index, segment in enumerate(plan.segments):
-            tree = self._trees[index]
+            tree = trees[index]
             first, num_nodes = row_offsets[-1], len(tree)
             end = segment.start + segment.num_rows
             ids.append(segment.token_ids[segment.start : end])
@@ -135,16 +140,27 @@ class PackedPass:
                 logit_offsets.append(logit_offsets[-1])
         self.row_offsets: Int64Array = np.array(row_offsets, dtype=np.int64)
         self.logit_offsets: Int64Array = np.array(logit_offsets, dtype=np.int64)
-        self.input_ids = torch.from_numpy(np.concatenate(ids)[None]).to(device)
-        self.position_ids = torch.from_numpy(np.concatenate(positions)[None]).to(device)
+        rows = [np.concatenate(part) for part in (ids, positions, kv_rows)]
+        is_draft = self._which_are_drafts(trees, is_needed=room is not None)
+        if room is not None:
+            rows = [filled(part, room) for part in rows]
+            is_draft = filled(is_draft, room)
+        self.input_ids = self._tensor(rows[0][None])
+        self.position_ids = self._tensor(rows[1][None])
         none = np.empty(0, dtype=np.int64)
-        self.logit_rows = torch.from_numpy(np.concatenate(wanted) if wanted else none).to(device)
-        self._kv_rows = self._stretch(np.concatenate(kv_rows))
-        self._is_draft = self._which_are_drafts()
+        self.wanted_rows: torch.Tensor | None = None
+        num_wanted = sum(len(part) for part in wanted)
+        if room is None and (num_wanted < row_offsets[-1] or self.prompt_rows):
+            spans = [np.arange(first, end) for first, end in self.prompt_rows.values()]
+            self.wanted_rows = self._tensor(np.concatenate([none, *wanted, *spans]))
+        self._kv_rows = self._tensor(rows[2]) if room is not None else self._stretch(rows[2])
+        self._is_draft = None if is_draft is None else self._tensor(is_draft)
         self._paged: PagedAttention | None = None
-        if is_paged:
-            self._paged = PagedAttention(plan, self._trees, cache, device)
+        if is_paged:  # nothing of the plan is kept
+            self._paged = PagedAttention(plan, trees, cache, device, room)
             return
+        self._plan = plan
+        self._trees = trees
         self._chunks, self._groups = self._group()
         self._places = [cache.locate(group.slots, group.most_keys) for group in self._groups]
         self._chunk_places = [
@@ -152,6 +168,15 @@ class PackedPass:
         ]
         self._pad_rows = [None if g.is_even else self._padding(g) for g in self._groups]
         self._masks: dict[tuple[int, int | None, int], torch.Tensor] = {}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a pass with a room goes by; of one shape for all steps of that room."""
+        assert self._paged is not None
+        assert isinstance(self._kv_rows, torch.Tensor)
+        assert self._is_draft is not None
+        own = [self.input_ids, self.position_ids, self._kv_rows, self._is_draft]
+        return own + self._paged.tensors
 
     def attend(
         self,
@@ -202,16 +227,21 @@ class PackedPass:
         first, last = int(kv_rows[0]), int(kv_rows[-1])
         if last - first + 1 == len(kv_rows) and (np.diff(kv_rows) == 1).all():
             return slice(first, last + 1)
-        return torch.from_numpy(kv_rows).to(self._device)
+        return self._tensor(kv_rows)
 
-    def _which_are_drafts(self) -> torch.Tensor | None:
-        """Which rows hold draft nodes, bool [T, 1, 1], or ``None`` where nothing is drafted."""
-        if not any(len(tree) for tree in self._trees):
+    def _which_are_drafts(
+        self, trees: Sequence[Int64Array], is_needed: bool
+    ) -> NDArray[np.bool_] | None:
+        """Which rows hold draft nodes, [T, 1, 1], or ``None`` where nothing is drafted."""
+        if not is_needed and not any(len(tree) for tree in trees):
             return None
         is_draft = np.zeros((int(self.row_offsets[-1]), 1, 1), dtype=np.bool_)
-        for end, tree in zip(self.row_offsets[1:], self._trees, strict=True):
+        for end, tree in zip(self.row_offsets[1:], trees, strict=True):
             is_draft[end - len(tree) : end] = True
-        return torch.from_numpy(is_draft).to(self._device)
+        return is_draft
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def _group(self) -> tuple[list[_Chunk], list[_DecodeGroup]]:
         chunks: list[_Chunk] = []
@@ -261,10 +291,7 @@ class PackedPass:
             padded.append(first + np.minimum(np.arange(most), num_rows - 1))
             real.append(index * most + np.arange(num_rows))
             first += num_rows
-        return (
-            torch.from_numpy(np.concatenate(padded)).to(self._device),
-            torch.from_numpy(np.concatenate(real)).to(self._device),
-        )
+        return self._tensor(np.concatenate(padded)), self._tensor(np.concatenate(real))
 
     def _attend_group(
         self,
@@ -342,7 +369,7 @@ class PackedPass:
         return out.view(1, num_heads, chunk.num_rows, -1).transpose(1, 2)
 
     def _additive(self, seen: NDArray[np.bool_]) -> torch.Tensor:
-        visible = torch.from_numpy(seen).to(self._device)
+        visible = self._tensor(seen)
         mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(~visible, -torch.inf)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,19 @@ _QUERY_ROWS = 128
 """Rows of a stretch for which the blocks are named together."""
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The shape of a pass that is filled up, so that passes of one shape serve many steps.
+
+    Attributes:
+        num_rows: Rows; those beyond a step's own repeat its last.
+        num_segments: Requests; those beyond a step's own have no rows.
+    """
+
+    num_rows: int
+    num_segments: int
+
+
 class PagedAttention:
     """The rows of one step, and what each sees of the blocks.
 
@@ -36,6 +50,7 @@ class PagedAttention:
         trees: Parents of each segment's draft nodes.
         cache: Block tables (``kv_blocks.BlockKVCache``), with the step's rows reserved.
         device: Where the model lies.
+        room: To which it is filled up; ``None`` leaves it as it is.
     """
 
     def __init__(
@@ -44,6 +59,7 @@ class PagedAttention:
         trees: Sequence[Int64Array],
         cache: KVCache,
         device: torch.device,
+        room: Room | None = None,
     ) -> None:
         """Write down who owns which block, and what a row sees of its own step."""
         self._device = device
@@ -51,23 +67,28 @@ class PagedAttention:
         self._block_rows = block_rows
         self._num_keys = cache.flat(0)[0].shape[0]
         sizes = [s.num_rows + len(tree) for s, tree in zip(plan.segments, trees, strict=True)]
-        self._ends = np.concatenate([[0], np.cumsum(sizes)])
-        num_rows, widest = int(self._ends[-1]), max(sizes)
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        num_rows, widest = int(ends[-1]), max(sizes)
+        if room is not None:
+            widest = room.num_rows
+        num_segments = len(sizes) if room is None else room.num_segments
         owner = np.repeat(np.arange(len(sizes)), sizes)
         position = np.empty(num_rows, dtype=np.int64)
         seen = np.zeros((num_rows, widest), dtype=np.bool_)
-        new_depth = np.zeros((len(sizes), widest), dtype=np.int64)
+        new_depth = np.zeros((num_segments, widest), dtype=np.int64)
         num_blocks = self._num_keys // block_rows
         # A block of a request begins at this row of its text; -1 is not its own.
-        begins = np.full((len(sizes), num_blocks), -1, dtype=np.int64)
-        self._blocks: list[Int64Array] = []
+        begins = np.full((num_segments, num_blocks), -1, dtype=np.int64)
+        starts = np.zeros(num_segments, dtype=np.int64)
+        blocks: list[Int64Array] = []
         for index, (segment, tree) in enumerate(zip(plan.segments, trees, strict=True)):
-            first, size = int(self._ends[index]), sizes[index]
+            first, size = int(ends[index]), sizes[index]
             below = depths(tree)[1:]
             # Rows of a prompt, or the root, are a chain; draft nodes stand below its last.
             depth = np.concatenate([np.arange(segment.num_rows), segment.num_rows - 1 + below])
             position[first : first + size] = segment.start + depth
             new_depth[index, :size] = depth
+            starts[index] = segment.start
             own = seen[first : first + size, :size]
             own[: segment.num_rows, : segment.num_rows] = np.tri(segment.num_rows, dtype=np.bool_)
             if len(tree):
@@ -76,14 +97,35 @@ class PagedAttention:
             table = cache.block_table(segment.slot)  # type: ignore[attr-defined]
             used = np.array(table[: -(-(segment.start + size) // block_rows)], dtype=np.int64)
             begins[index, used] = np.arange(len(used)) * block_rows
-            self._blocks.append(used)
+            blocks.append(used)
+        if room is not None:
+            owner, position, seen = (filled(rows, room) for rows in (owner, position, seen))
+            ends[-1] = room.num_rows
+        self._num_rows = len(owner)
+        counts, named = _named_blocks(ends, blocks, num_blocks)
         self._owner = self._tensor(owner)
         self._position = self._tensor(position)
         self._seen = self._tensor(seen)
         self._new_depth = self._tensor(new_depth)
         self._begins = self._tensor(begins)
-        self._starts = self._tensor(np.array([s.start for s in plan.segments], dtype=np.int64))
+        self._starts = self._tensor(starts)
+        self._counts = self._tensor(counts)
+        self._named = self._tensor(named)
         self._masks: dict[int | None, Any] = {}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a step's attention goes by; of one shape for all steps of one room."""
+        return [
+            self._owner,
+            self._position,
+            self._seen,
+            self._new_depth,
+            self._begins,
+            self._starts,
+            self._counts,
+            self._named,
+        ]
 
     def attend(
         self,
@@ -124,25 +166,12 @@ class PagedAttention:
 
     def block_mask(self, window: int | None) -> Any:
         """Which blocks each stretch of rows reads, and which of their keys a row sees."""
-        block_rows = self._block_rows
-        num_rows = int(self._ends[-1])
-        num_stretches = -(-num_rows // _QUERY_ROWS)
-        named = []
-        for stretch in range(num_stretches):
-            first, end = stretch * _QUERY_ROWS, (stretch + 1) * _QUERY_ROWS
-            is_in = (self._ends[:-1] < end) & (self._ends[1:] > first)
-            own = [self._blocks[index] for index in np.nonzero(is_in)[0].tolist()]
-            named.append(np.unique(np.concatenate(own)))
-        indices = np.zeros((1, 1, num_stretches, self._num_keys // block_rows), dtype=np.int32)
-        for stretch, blocks in enumerate(named):
-            indices[0, 0, stretch, : len(blocks)] = blocks
-        counts = np.array([[[len(blocks) for blocks in named]]], dtype=np.int32)
         return flex.BlockMask.from_kv_blocks(
-            self._tensor(counts),
-            self._tensor(indices),
-            BLOCK_SIZE=(_QUERY_ROWS, block_rows),
+            self._counts,
+            self._named,
+            BLOCK_SIZE=(_QUERY_ROWS, self._block_rows),
             mask_mod=self._rule(window),
-            seq_lengths=(num_rows, self._num_keys),
+            seq_lengths=(self._num_rows, self._num_keys),
             compute_q_blocks=False,
         )
 
@@ -170,6 +199,28 @@ class PagedAttention:
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def filled(rows: np.ndarray[Any, Any], room: Room) -> np.ndarray[Any, Any]:
+    """Rows [T, ...], the last one repeated until there are ``room.num_rows``."""
+    missing = room.num_rows - len(rows)
+    return np.concatenate([rows, np.repeat(rows[-1:], missing, axis=0)])
+
+
+def _named_blocks(
+    ends: Int64Array, blocks: Sequence[Int64Array], num_blocks: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """How many blocks each stretch of rows reads, and which: [1, 1, P], [1, 1, P, num_blocks]."""
+    num_stretches = -(-int(ends[-1]) // _QUERY_ROWS)
+    counts = np.zeros((1, 1, num_stretches), dtype=np.int32)
+    named = np.zeros((1, 1, num_stretches, num_blocks), dtype=np.int32)
+    for stretch in range(num_stretches):
+        first, end = stretch * _QUERY_ROWS, (stretch + 1) * _QUERY_ROWS
+        is_in = (ends[:-1] < end) & (ends[1:] > first)
+        own = np.unique(np.concatenate([blocks[i] for i in np.nonzero(is_in)[0].tolist()]))
+        counts[0, 0, stretch] = len(own)
+        named[0, 0, stretch, : len(own)] = own
+    return counts, named
 
 
 def contained(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -112,9 +112,7 @@ class EngineConfig:
                 "attention is 'flex', which reads blocks, and kv_layout is 'contiguous'; leave one "
                 "of them out."
             )
-        if self.cuda_graphs == "on" and (
-            self.attention != "flex" or self.tensor_parallel_size > 1
-        ):
+        if self.cuda_graphs == "on" and (self.attention != "flex" or self.tensor_parallel_size > 1):
             raise ConfigError(
                 "cuda_graphs is 'on', which records passes that read blocks in place on one "
                 "device; set attention='flex' and leave tensor_parallel_size out, or leave "

@@ -179,9 +179,18 @@ def test_more_requests_than_slots() -> None:
     assert propose(["0", "2", "3"]) == [3, 3, 0]
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block", "traversal"])
-@pytest.mark.parametrize("children", [1, 2])
-def test_the_law_under_classical_rules(verification: str, children: int) -> None:
+@pytest.mark.parametrize(
+    ("children", "verification"),
+    [
+        (1, "block"),
+        (2, "traversal"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(1, "rejection"), (1, "traversal"), (2, "rejection"), (2, "block")]
+        ),
+    ],
+)
+def test_the_law_under_classical_rules(children: int, verification: str) -> None:
     """First three tokens of many seeds against the target's own law, by chi-square."""
     rng = np.random.default_rng(11)
     table, other = rng.normal(size=(2, 4, 4)).astype(np.float32) * 1.2

@@ -30,7 +30,9 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict({"gate_proj": nn.Linear(64, 80), "up_proj": nn.Linear(64, 80)})
 
 
-def packed(block: Block, dtype: torch.dtype) -> tuple[dict[str, nn.Linear], dict[str, PackedLinear]]:
+def packed(
+    block: Block, dtype: torch.dtype
+) -> tuple[dict[str, nn.Linear], dict[str, PackedLinear]]:
     block = block.to(dtype).eval()
     plain = {n: m for n, m in block.named_modules() if isinstance(m, nn.Linear)}
     assert pack_linear_layers(block) == len(plain) == 6
@@ -44,7 +46,10 @@ def check(plain: nn.Linear, layer: PackedLinear, x: torch.Tensor) -> None:
     assert out.dtype == x.dtype and out.shape == (*x.shape[:-1], plain.out_features)
     exact = x.double() @ plain.weight.double().T
     exact = exact if plain.bias is None else exact + plain.bias.double()
-    assert (out.double() - exact).abs().max() <= exact.abs().max() * {torch.float32: 2**-20, torch.bfloat16: 2**-8}[x.dtype]
+    assert (out.double() - exact).abs().max() <= exact.abs().max() * {
+        torch.float32: 2**-20,
+        torch.bfloat16: 2**-8,
+    }[x.dtype]
 
 
 @torch.no_grad()

@@ -153,7 +153,9 @@ def _cell(
 ) -> dict[str, Any]:
     """One batch: passes by rows, then plain decoding and drafting of the same texts."""
     config = EngineConfig(
-        **layout,
+        kv_layout=layout["kv_layout"],
+        attention=layout["attention"],
+        cuda_graphs=layout["cuda_graphs"],
         max_num_requests=batch,
         reuse_prefixes=False,
         drafter_options={"synthetic": {"acceptance": acceptance}},

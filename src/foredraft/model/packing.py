@@ -141,7 +141,8 @@ class PackedPass:
         self.row_offsets: Int64Array = np.array(row_offsets, dtype=np.int64)
         self.logit_offsets: Int64Array = np.array(logit_offsets, dtype=np.int64)
         rows = [np.concatenate(part) for part in (ids, positions, kv_rows)]
-        is_draft = self._which_are_drafts(trees, is_needed=room is not None)
+        is_draft = self._which_are_drafts(trees)
+        has_drafts = any(len(tree) for tree in trees)
         if room is not None:
             rows = [filled(part, room) for part in rows]
             is_draft = filled(is_draft, room)
@@ -154,7 +155,7 @@ class PackedPass:
             spans = [np.arange(first, end) for first, end in self.prompt_rows.values()]
             self.wanted_rows = self._tensor(np.concatenate([none, *wanted, *spans]))
         self._kv_rows = self._tensor(rows[2]) if room is not None else self._stretch(rows[2])
-        self._is_draft = None if is_draft is None else self._tensor(is_draft)
+        self._is_draft = self._tensor(is_draft) if has_drafts or room is not None else None
         self._paged: PagedAttention | None = None
         if is_paged:  # nothing of the plan is kept
             self._paged = PagedAttention(plan, trees, cache, device, room)
@@ -229,12 +230,8 @@ class PackedPass:
             return slice(first, last + 1)
         return self._tensor(kv_rows)
 
-    def _which_are_drafts(
-        self, trees: Sequence[Int64Array], is_needed: bool
-    ) -> NDArray[np.bool_] | None:
-        """Which rows hold draft nodes, [T, 1, 1], or ``None`` where nothing is drafted."""
-        if not is_needed and not any(len(tree) for tree in trees):
-            return None
+    def _which_are_drafts(self, trees: Sequence[Int64Array]) -> NDArray[np.bool_]:
+        """Which rows hold draft nodes, [T, 1, 1]."""
         is_draft = np.zeros((int(self.row_offsets[-1]), 1, 1), dtype=np.bool_)
         for end, tree in zip(self.row_offsets[1:], trees, strict=True):
             is_draft[end - len(tree) : end] = True

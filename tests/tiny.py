@@ -22,7 +22,7 @@ from foredraft.sampling.noise import Stream, gumbel
 from foredraft.sampling.pick import pick_slowly
 from foredraft.sampling.processors import RowParams
 from foredraft.stats import RequestStats
-from foredraft.types import Budgets, Delta, DraftBatch, Segment, StepPlan
+from foredraft.types import Budgets, Delta, DraftBatch, Segment, StepPlan, TokenLogprob
 
 VOCAB = 160
 CONTEXT = 256
@@ -242,6 +242,8 @@ class Ended:
     stop_token_id: int | None
     error: str | None
     stats: RequestStats
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def run_to_end(
@@ -274,6 +276,8 @@ def run_to_end(
             last[name].stop_token_id,
             last[name].error,
             states[name].stats,
+            tuple(states[name].logprobs),
+            tuple(states[name].prompt_logprobs),
         )
         for name in names
     ]

@@ -6,6 +6,14 @@ Every message says what was given, what is allowed and what to do.
 from __future__ import annotations
 
 
+def said(error: BaseException) -> str:
+    """Kind and message of an error that anybody's code may have raised, whatever it is made of."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - its message is code, too
+        return type(error).__name__
+
+
 class ForedraftError(Exception):
     """Base of every error raised on purpose, so that one ``except`` catches them all."""
 

@@ -245,7 +245,8 @@ class Delta:
         request_id: Whose.
         token_ids: Tokens emitted by this step, in order.
         num_accepted: How many of them, from the first, were draft tokens.
-        finish_reason: ``None`` while the request runs; then ``stop``, ``length`` or ``error``.
+        finish_reason: ``None`` while the request runs; then ``stop``, ``length``, ``deadline``
+            or ``error``.
         stop_token_id: The token id that ended it, for ``stop``.
         stop_string: The string that ended it, for ``stop``, if that was no token id.
         error: What went wrong, for ``error``.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foredraft import LLM, AsyncEngine, SamplingParams, SpeculationParams
+from foredraft.engine.room import Room
 from foredraft.errors import EngineClosedError, InvalidRequestError
 from foredraft.model.loader import prepare_target
 from tests.folders import CONTEXT, make_model, make_tokenizer
@@ -233,3 +236,187 @@ def test_a_storm_of_cancels_leaves_nothing(target: Any) -> None:
 def test_bad_options(target: Any, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(options))):
         AsyncEngine(new_llm(target), **options)
+
+
+# ------------------------------------------------------------------ nobody hangs, whoever stops
+
+
+def test_a_stream_that_is_held_but_not_read_keeps_nobody_from_closing(
+    target: Any, texts: list[str]
+) -> None:
+    """The one who closes may be the only one who could read: nobody pauses any more."""
+
+    async def main() -> None:
+        async with AsyncEngine(new_llm(target), max_unread=4) as engine:
+            stream = await engine.stream(PROMPTS[0], sampling(0))
+            async for _ in stream:
+                break
+            while not stream._channel.is_paused:
+                await asyncio.sleep(0.01)
+        rest = [chunk async for chunk in stream]
+        assert rest[-1].output is not None and rest[-1].output.text == texts[0]
+
+    go(main())
+
+
+def test_deadlines_hold_while_everybody_is_paused(target: Any) -> None:
+    async def main() -> None:
+        async with AsyncEngine(new_llm(target), max_unread=4) as engine:
+            stream = await engine.stream(PROMPTS[0], sampling(0, max_tokens=200), deadline_s=0.4)
+            await asyncio.sleep(1.0)
+            assert not engine._channels, "its time is up, read or not"
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].output is not None
+            assert chunks[-1].output.finish_reason == "deadline"
+
+    go(main())
+
+
+def test_a_loop_that_is_gone_leaves_nothing_behind(target: Any, texts: list[str]) -> None:
+    engine = AsyncEngine(new_llm(target), max_unread=4, max_pending=1)
+
+    async def leave() -> Any:
+        stream = await engine.stream(PROMPTS[0], sampling(0, max_tokens=200))
+        while not stream._channel.is_paused:
+            await asyncio.sleep(0.01)
+        return stream
+
+    stream = asyncio.run(leave())
+    del stream
+    gc.collect()
+
+    async def come() -> None:
+        assert (await engine.generate(PROMPTS[1], sampling(1))).text == texts[1]
+        await engine.aclose()
+
+    go(come())
+    assert engine._room.num_free == 1
+
+
+def test_the_last_chunk_gives_the_place_back(target: Any) -> None:
+    async def main() -> None:
+        async with AsyncEngine(new_llm(target), max_pending=1) as engine:
+            stream = await engine.stream(PROMPTS[0], sampling(0, max_tokens=3))
+            async for chunk in stream:
+                if chunk.output is not None:
+                    break
+            other = await asyncio.wait_for(engine.stream(PROMPTS[1], sampling(1)), 20)
+            assert [chunk async for chunk in other]
+            await stream.aclose()
+            assert engine._room.num_free == 1
+
+    go(main())
+
+
+def test_askers_of_many_loops(target: Any, texts: list[str]) -> None:
+    """Each in a thread and a loop of its own, with room for one at a time."""
+    engine = AsyncEngine(new_llm(target), max_pending=1)
+    found: dict[int, str] = {}
+
+    def ask(index: int) -> None:
+        async def main() -> None:
+            for _ in range(3):
+                output = await engine.generate(PROMPTS[index], sampling(index))
+                found[index] = output.text
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict(enumerate(texts[:4]))
+    go(engine.aclose())
+
+
+def test_places_survive_those_who_give_up_waiting() -> None:
+    async def main() -> None:
+        room = Room(1)
+        await room.enter()
+        waiting = [asyncio.create_task(room.enter()) for _ in range(6)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        room.leave()
+        waiting[1].cancel()  # it may have been called in just now
+        await asyncio.sleep(0.01)
+        for task in waiting[2:]:
+            await task
+            room.leave()
+        assert room.num_free == 1
+
+    go(main())
+
+
+def test_a_scheduler_that_fails_with_nobody_running_ends_those_who_wait(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        llm = new_llm(target)
+        calls = 0
+        schedule = llm.engine.scheduler.schedule
+
+        def fail() -> Any:
+            nonlocal calls
+            calls += 1
+            raise RuntimeError("no plan")
+
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", fail)
+        async with AsyncEngine(llm) as engine:
+            output = await engine.generate(PROMPTS[0], sampling(0))
+            assert output.finish_reason == "error" and "no plan" in str(output.error)
+            assert calls < 5
+            monkeypatch.setattr(llm.engine.scheduler, "schedule", schedule)
+            assert (await engine.generate(PROMPTS[0], sampling(0))).finish_reason == "length"
+
+    go(main())
+
+
+class UnsayableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("str fails")
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+HARMFUL = {
+    "needs gradients": lambda ids, scores: scores + torch.nn.Parameter(torch.zeros(1)),
+    "cannot be said": lambda ids, scores: _raise(UnsayableError()),
+    "leaves": lambda ids, scores: _raise(SystemExit(3)),
+    "too large": lambda ids, scores: scores.double() * 1e300,
+}
+
+
+@pytest.mark.parametrize("harm", HARMFUL)
+def test_a_processor_hurts_nobody_else(target: Any, texts: list[str], harm: str) -> None:
+    async def main() -> None:
+        async with AsyncEngine(new_llm(target)) as engine:
+            bad = sampling(0, logits_processors=(HARMFUL[harm],))
+            found = await asyncio.gather(
+                engine.generate(PROMPTS[0], bad), engine.generate(PROMPTS[1], sampling(1))
+            )
+            assert found[1].text == texts[1]
+            if harm == "needs gradients":  # which is no harm
+                assert found[0].text == texts[0]
+            else:
+                assert found[0].finish_reason == "error"
+                assert "a logits processor failed" in str(found[0].error)
+            again = await engine.generate(PROMPTS[2], sampling(2))
+            assert again.text == texts[2]
+
+    go(main())
+
+
+def test_several_texts_of_a_prompt(target: Any) -> None:
+    several = sampling(7, n=2, best_of=3)
+    expected = new_llm(target).generate(PROMPTS[0], several)[0]
+
+    async def main() -> None:
+        async with AsyncEngine(new_llm(target)) as engine:
+            output = await engine.generate(PROMPTS[0], several)
+            assert [one.text for one in output.samples] == [one.text for one in expected.samples]
+            assert len(output.samples) == 2 and output.text == expected.text
+
+    go(main())

@@ -124,15 +124,37 @@ def test_the_bound_holds_however_rows_are_spread() -> None:
     cache = make(num_slots=4, num_blocks=20)
     max_bytes = 20 * 16 * cache.bytes_per_row
     usable = cache.usable_rows(max_bytes)
-    assert usable == 20 * 16 - 4 * 15
-    for spread in ([usable - 3, 1, 1, 1], [usable // 4] * 4, [17, 33, 49, usable - 99]):
+    assert usable == 20 * 16
+    assert cache.usable_rows(max_bytes - 1) == 19 * 16
+    for spread in ([usable - 3 * 16, 1, 1, 1], [usable // 4] * 4, [17, 33, 49, usable - 99]):
         slots = [cache.allocate() for _ in spread]
+        free = cache.free_rows(usable)
+        assert free == usable
         for slot, num_rows in zip(slots, spread, strict=True):
-            cache.reserve(slot, 0, min(num_rows, cache.capacity))
+            num_rows = min(num_rows, cache.capacity)
+            taken = cache.rows_taken(num_rows)
+            if taken > free:
+                continue
+            cache.reserve(slot, 0, num_rows)
+            free -= taken
+            assert cache.free_rows(usable) == free
+            more = cache.rows_taken(num_rows + 1, num_rows)
+            assert more == (16 if num_rows % 16 == 0 else 0)
         assert cache.bytes_in_use <= max_bytes
         for slot in slots:
             cache.free(slot)
-    assert make(num_blocks=2).usable_rows(max_bytes) == 0
+
+
+def test_what_is_shared_is_counted_once() -> None:
+    cache = make(num_slots=4, num_blocks=20)
+    one, other = cache.allocate(), cache.allocate()
+    cache.reserve(one, 0, 40)
+    assert cache.free_rows(320) == 320 - 48
+    taken = cache.rows_taken(50, num_shared=40)
+    cache.copy_rows(one, other, 40)
+    cache.reserve(other, 40, 50)
+    assert taken == 32 and cache.free_rows(320) == 320 - 48 - 32
+    assert [cache.whole_rows(rows) for rows in (0, 15, 16, 47)] == [0, 0, 16, 32]
 
 
 @pytest.mark.parametrize("block_rows", [16, 32, 128])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import secrets
 from collections.abc import Sequence
 
@@ -60,18 +62,21 @@ def make_request(
 
 def check_priority(priority: int) -> int:
     """Return a priority; ``InvalidRequestError`` unless it is an integer."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
+    if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
         raise InvalidRequestError(f"priority is {priority!r}; allowed is an integer.")
-    return priority
+    return int(priority)
 
 
 def check_deadline(seconds: float) -> float:
     """Return a number of seconds; ``InvalidRequestError`` unless it is above 0."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not seconds > 0:
         raise InvalidRequestError(
             f"deadline_s is {seconds!r}; allowed is a number of seconds above 0, or None."
         )
-    return float(seconds)
+    try:
+        return float(seconds)
+    except OverflowError:
+        return math.inf
 
 
 def _with_prediction_ids(speculation: SpeculationParams, target: Target) -> SpeculationParams:

@@ -8,19 +8,25 @@ others wait for its place, they get it, and it goes on later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from foredraft.engine.llm import LLM, Prompt
+from foredraft.engine.llm import LLM, Prompt, best_of, each_sample
 from foredraft.engine.outputs import RequestOutput, Run, StreamChunk
-from foredraft.errors import EngineClosedError, InvalidRequestError
+from foredraft.engine.room import Room
+from foredraft.errors import EngineClosedError, InvalidRequestError, said
 from foredraft.params import SamplingParams, SpeculationParams
 
 _LOG = logging.getLogger("foredraft")
+
+_LONGEST_WAIT_S = 3600.0
+"""So that a far deadline is a number that a queue can wait for."""
 
 
 class AsyncEngine:
@@ -58,7 +64,7 @@ class AsyncEngine:
                 )
         self._llm = LLM(**options) if llm is None else llm
         self.max_unread = max_unread
-        self._room = asyncio.Semaphore(max_pending)
+        self._room = Room(max_pending)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._channels: dict[str, _Channel] = {}
         self._is_closing = False
@@ -90,7 +96,7 @@ class AsyncEngine:
             EngineClosedError: The engine is closing.
         """
         self._check_open()
-        await self._room.acquire()
+        await self._room.enter()
         stream = AsyncStream(self, asyncio.get_running_loop())
         try:
             self._check_open()
@@ -117,17 +123,24 @@ class AsyncEngine:
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestOutput:
-        """Generate to the end; arguments and errors as for :meth:`stream`."""
-        stream = await self.stream(
-            prompt, sampling, speculation, priority=priority, deadline_s=deadline_s
-        )
+        """Generate to the end; arguments and errors as for :meth:`stream`.
+
+        With ``n`` or ``best_of`` above 1 each text is a request of its own; all of them, or none.
+        """
+        wanted = sampling or SamplingParams()
+        streams: list[AsyncStream] = []
         try:
-            async for chunk in stream:
-                if chunk.output is not None:
-                    return chunk.output
+            for one in each_sample(wanted):
+                streams.append(
+                    await self.stream(
+                        prompt, one, speculation, priority=priority, deadline_s=deadline_s
+                    )
+                )
+            outputs = [await _finished(stream) for stream in streams]
         finally:
-            await stream.aclose()
-        raise EngineClosedError("the engine closed before the request had ended")
+            for stream in streams:
+                await stream.aclose()
+        return best_of(outputs, wanted)
 
     async def aclose(self, *, drain: bool = True) -> None:
         """Let no more requests in, end those that are here, and let drafters save what they keep.
@@ -140,9 +153,8 @@ class AsyncEngine:
             StoreError: What drafters keep cannot be saved.
         """
         self._is_closing = True
-        if not drain:
-            self._inbox.put(self._end_all)
-        self._inbox.put(lambda: None)  # wakes the thread up
+        # From here on nobody pauses: who reads a stream may be the one who waits for this.
+        self._inbox.put(self._resume_all if drain else self._end_all)
         await asyncio.to_thread(self._thread.join)
         if self._closed_with is not None:
             raise self._closed_with
@@ -166,7 +178,7 @@ class AsyncEngine:
             while self._channels or not self._is_closing or not self._inbox.empty():
                 self._read_inbox()
                 if self._channels and not self._step():
-                    self._inbox.get()()  # everybody is paused: only a reader can change that
+                    self._wait()
             self._llm.close()
         except BaseException as error:  # noqa: BLE001 - whoever closes the engine is told
             self._closed_with = error
@@ -176,6 +188,13 @@ class AsyncEngine:
                 self._inbox.get()()
             for channel in list(self._channels.values()):
                 channel.post(EngineClosedError("the engine's thread has stopped"))
+
+    def _wait(self) -> None:
+        """Everybody is paused: only a reader can change that, or a deadline."""
+        deadline = self._llm.engine.scheduler.next_deadline
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        with contextlib.suppress(queue.Empty):
+            self._inbox.get(timeout=None if timeout is None else min(timeout, _LONGEST_WAIT_S))()
 
     def _read_inbox(self) -> None:
         """Do what was asked for; where nobody runs, wait for somebody to ask."""
@@ -194,8 +213,9 @@ class AsyncEngine:
         except Exception as error:  # noqa: BLE001 - those who asked are told
             # Whose fault it was is not known, and what the step left behind may be half done.
             _LOG.exception("a step of the engine failed; the requests in it end")
-            for name in list(self._llm.engine.scheduler.running):
-                self._end(name, f"the step failed ({type(error).__name__}: {error})")
+            blamed = list(self._llm.engine.scheduler.running) or list(self._channels)
+            for name in blamed:  # where nobody runs, nobody would ever
+                self._end(name, f"the step failed ({said(error)})")
             return True
         for name, channel in list(self._channels.items()):
             channel.hand_out()
@@ -222,6 +242,10 @@ class AsyncEngine:
         if self._channels.pop(channel.run.request_id, None) is not None:
             self._llm.drop(channel.run)
 
+    def _resume_all(self) -> None:
+        for channel in self._channels.values():
+            channel.resume()
+
     def _end_all(self) -> None:
         for name in list(self._channels):
             self._end(name, None)
@@ -235,6 +259,14 @@ class AsyncEngine:
         channel.hand_out()
 
 
+async def _finished(stream: AsyncStream) -> RequestOutput:
+    """The output of a stream that is read to its end."""
+    async for chunk in stream:
+        if chunk.output is not None:
+            return chunk.output
+    raise EngineClosedError("the engine closed before the request had ended")
+
+
 class AsyncStream(AsyncIterator[StreamChunk]):
     """One request's chunks; made by :meth:`AsyncEngine.stream`.
 
@@ -246,6 +278,7 @@ class AsyncStream(AsyncIterator[StreamChunk]):
         self._engine = engine
         self._channel = _Channel(engine, loop)
         self._is_closed = False
+        self._has_left = False
 
     @property
     def request_id(self) -> str:
@@ -272,6 +305,7 @@ class AsyncStream(AsyncIterator[StreamChunk]):
             raise item
         if item.output is not None:
             channel.has_ended = True
+            self._leave()
         return item
 
     async def aclose(self) -> None:
@@ -280,17 +314,23 @@ class AsyncStream(AsyncIterator[StreamChunk]):
             return
         self._is_closed = True
         self._channel.has_news.set()
-        self._engine._room.release()
+        self._leave()
         if not self._channel.has_ended:
             self._channel.unread.clear()
             self._channel.cancel()
 
     def __del__(self) -> None:
         """End a request that nobody can read any more."""
-        if not self._is_closed and not self._channel.loop.is_closed():
+        if not self._is_closed:
             self._is_closed = True
-            self._channel.loop.call_soon_threadsafe(self._engine._room.release)
+            self._leave()
             self._channel.cancel()
+
+    def _leave(self) -> None:
+        """Make room for another request, once."""
+        if not self._has_left:
+            self._has_left = True
+            self._engine._room.leave()
 
     async def _open(self, start: Callable[[], Run]) -> None:
         """Hand the request over, and wait until it is queued or refused."""
@@ -339,7 +379,8 @@ class _Channel:
         self.run.chunks.clear()
         if items:
             self.post(*items)
-        if len(self.unread) >= self._engine.max_unread and self.run.output is None:
+        is_full = len(self.unread) >= self._engine.max_unread
+        if is_full and self.run.output is None and not self._engine._is_closing:
             self.is_paused = True
             self._engine._llm.engine.pause(self.run.request_id)
 

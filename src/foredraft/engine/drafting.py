@@ -12,7 +12,7 @@ import numpy as np
 
 from foredraft.config import make_config
 from foredraft.drafters.base import DrafterContext, close_all
-from foredraft.errors import InvalidRequestError
+from foredraft.errors import InvalidRequestError, said
 from foredraft.registry import PLAIN, drafter_class
 from foredraft.tree import tree
 from foredraft.types import (
@@ -133,7 +133,7 @@ class Drafting:
             try:
                 batch = self._drafters[method].propose(plan, own)
             except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
-                problem = f"could not be made ({type(error).__name__}: {error})"
+                problem = f"could not be made ({said(error)})"
                 drafted = np.nonzero(own.max_nodes)[0].tolist()
                 self._fail(method, dict.fromkeys(drafted, problem), plan, error)
                 continue
@@ -154,7 +154,7 @@ class Drafting:
             try:
                 drafter.observe(plan, drafts, target, verdict)
             except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
-                problem = f"may be worse, since it did not observe a step ({error})"
+                problem = f"may be worse, since it did not observe a step ({said(error)})"
                 self._warn(method, problem, error)
 
     def finish(self, request: Request, token_ids: Int64Array) -> None:
@@ -163,7 +163,7 @@ class Drafting:
             try:
                 drafter.finish(request, token_ids)
             except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
-                problem = f"may be worse, since it did not see how a text ended ({error})"
+                problem = f"may be worse, since it did not see how a text ended ({said(error)})"
                 self._warn(method, problem, error)
 
     def renew(self) -> None:
@@ -183,7 +183,7 @@ class Drafting:
         try:
             self._drafters[method].forget(request.request_id)
         except Exception as error:  # noqa: BLE001 - a drafter may be anybody's code
-            problem = f"may take more memory, since a request was not forgotten ({error})"
+            problem = f"may take more memory, since a request was not forgotten ({said(error)})"
             self._warn(method, problem, error)
 
     def _drafter(self, method: str) -> Drafter:

@@ -165,6 +165,10 @@ class Engine:
         """
         sampling = sampling or SamplingParams()
         speculation = speculation or SpeculationParams()
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise InvalidRequestError(
+                f"request_id is {request_id!r}; allowed is a text of a character or more, or None."
+            )
         name = request_id or self._free_name()
         if name in self.scheduler:
             raise InvalidRequestError(f"request_id {name!r} is in use; choose another.")
@@ -176,6 +180,7 @@ class Engine:
         if sampling.grammar is not None:
             state.form = self.forms.make(sampling.grammar)
         self.drafting.prepare(request)
+        self.scheduler.check_room(state)
         if speculation.is_auto and not speculation.is_plain:
             self._needs_costs = True
             self._make_cost_table()
@@ -186,7 +191,7 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Run one step; return what each request that emitted or ended did."""
-        clock = _Clock(self.target.device)
+        clock = _Clock()
         expired = [self._expire(state) for state in self.scheduler.expired(time.monotonic())]
         plan = self.scheduler.schedule()
         self.is_stalled = not plan.segments
@@ -201,17 +206,17 @@ class Engine:
         drafts = self.controller.trim(plan, drafts)
         is_cut = (num_offered >= budgets.max_nodes) | (drafts.num_nodes < num_offered)
         clock.lap("host")
-        try:
+        running = self.scheduler.running
+        try:  # nothing is committed before all of it is known
             target = self.runner.forward(plan, drafts)
+            clock.lap("target")
+            shaped = shape(plan, drafts, target, _forms(running))
+            picked_by = dataclasses.replace(target, logits=shaped.logits)
+            verdict = verify(plan, drafts, picked_by)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             return expired + self._ease(plan, error)
-        clock.lap("target")
-        running = self.scheduler.running
-        shaped = shape(plan, drafts, target, _forms(running))
-        picked_by = dataclasses.replace(target, logits=shaped.logits)
-        verdict = verify(plan, drafts, picked_by)
         clock.lap("verify")
         deltas = commit(
             plan,
@@ -394,16 +399,16 @@ class Engine:
 
 
 class _Clock:
-    """Adds up wall time by phase."""
+    """Adds up wall time by phase; on CUDA the pass ends in ``verify``, which waits for the picks.
 
-    def __init__(self, device: torch.device) -> None:
+    No phase waits for the device to be told the time.
+    """
+
+    def __init__(self) -> None:
         self.started_at = self.now = time.perf_counter()
         self.seconds = {"draft": 0.0, "target": 0.0, "verify": 0.0, "host": 0.0}
-        self._device = device
 
     def lap(self, phase: str) -> None:
-        if phase == "target" and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         now = time.perf_counter()
         self.seconds[phase] += now - self.now
         self.now = now

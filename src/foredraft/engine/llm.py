@@ -119,7 +119,9 @@ class LLM:
             for run in started:
                 self.drop(run)
         return [
-            run if isinstance(run, RequestOutput) else _best(run, one_sampling)
+            run
+            if isinstance(run, RequestOutput)
+            else best_of([run.finished() for run in run], one_sampling)
             for run, one_sampling in zip(runs, samplings, strict=True)
         ]
 
@@ -244,7 +246,7 @@ class LLM:
         ids = self.encode(prompt)
         runs: list[Run] = []
         try:
-            for one in _each_sample(sampling):
+            for one in each_sample(sampling):
                 runs.append(self._start(ids, one, speculation))
         except ForedraftError:
             for run in runs:
@@ -364,7 +366,7 @@ class TextStream(Iterator[StreamChunk]):
         self.close()
 
 
-def _each_sample(sampling: SamplingParams) -> list[SamplingParams]:
+def each_sample(sampling: SamplingParams) -> list[SamplingParams]:
     """The parameters of each text of a prompt, with a seed of its own."""
     if sampling.num_samples == 1:
         return [dataclasses.replace(sampling, best_of=None)]
@@ -379,9 +381,8 @@ def _each_sample(sampling: SamplingParams) -> list[SamplingParams]:
     ]
 
 
-def _best(runs: Sequence[Run], sampling: SamplingParams) -> RequestOutput:
+def best_of(outputs: list[RequestOutput], sampling: SamplingParams) -> RequestOutput:
     """The output of a prompt: its only text, or the first of all that are kept with all of them."""
-    outputs = [run.finished() for run in runs]
     if len(outputs) == 1:
         return outputs[0]
     if len(outputs) > sampling.n:

@@ -20,7 +20,7 @@ class RequestOutput:
         prompt_ids: The prompt's token ids; empty if it was refused.
         token_ids: What was generated, the stopping token included.
         text: The same as text, without special tokens and without a stopping token.
-        finish_reason: ``stop``, ``length`` or ``error``.
+        finish_reason: ``stop``, ``length``, ``deadline``, ``abort`` or ``error``.
         stop_token_id: The token id that ended it, for ``stop``.
         seed: The seed in force: with it, the same prompt and parameters give the same text again.
         stats: Its counters.

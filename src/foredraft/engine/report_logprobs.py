@@ -38,13 +38,13 @@ def with_logprobs(
         state = states[name]
         if index in target.prompt_logits:
             # A row tells of the token behind it; the last of the prompt is followed by the output.
-            first = segment.start + 1
-            ids = segment.request.prompt_ids[first : first + segment.num_rows]
-            logprobs = _logprobs(
-                target.prompt_logits[index][: len(ids)],
-                target.prompt_logits[index][: len(ids)],
-                sampling,
-            )
+            # What a request that was put out has reported already is computed again, and not said
+            # again.
+            again = max(0, len(state.prompt_logprobs) - segment.start)
+            end = segment.start + 1 + segment.num_rows
+            ids = segment.request.prompt_ids[segment.start + 1 + again : end]
+            rows = target.prompt_logits[index][again : again + len(ids)]
+            logprobs = _logprobs(rows, rows, sampling)
             state.prompt_logprobs += of_tokens(logprobs, ids, sampling.prompt_logprobs or 0)
         delta = by_request.get(name)
         if sampling.logprobs is None or delta is None or not delta.token_ids:

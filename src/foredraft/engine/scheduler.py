@@ -24,6 +24,9 @@ _CALM_STEPS = 64
 _WORTH_WAITING = 64
 """Tokens of a prompt that are not computed twice at once: whoever comes second waits for them."""
 
+_MOST_PASSED_OVER = 64
+"""Requests at the head of the queue that wait for something, before nobody behind is looked at."""
+
 _AFRESH = Match(-1, 0, is_retained=False, num_held=0)
 """Nothing to begin from."""
 
@@ -97,11 +100,11 @@ class Scheduler:
         """Return the state of a waiting or running request; ``KeyError`` if it is not here."""
         return self.running.get(request_id) or self._waiting[request_id]
 
-    def add(self, state: RequestState) -> None:
-        """Queue a request.
+    def check_room(self, state: RequestState) -> None:
+        """See to it that a request fits under the memory bound.
 
         Raises:
-            InvalidRequestError: It could never fit under the memory bound.
+            InvalidRequestError: It could never.
         """
         if state.most_rows > self.max_rows:
             raise InvalidRequestError(
@@ -109,11 +112,25 @@ class Scheduler:
                 f"holds {self.max_rows}. Lower max_tokens, shorten the prompt, or raise "
                 "kv_cache_gb."
             )
+
+    def add(self, state: RequestState) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: It could never fit under the memory bound.
+        """
+        self.check_room(state)
         if state.deadline is not None:
             self._timed[state.request.request_id] = state
         state.number = self._num_added
         self._num_added += 1
         self._wait(state)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the first deadline passes, by the clock that deadlines are told by."""
+        times = [s.deadline for s in self._timed.values() if s.deadline is not None]
+        return min(times, default=None)
 
     def expired(self, now: float) -> list[RequestState]:
         """Requests whose deadline has passed, by the clock that deadlines are told by."""
@@ -136,7 +153,8 @@ class Scheduler:
         decodes = [state for state in awake if not state.is_prefilling]
         decodes.sort(key=lambda state: state.slot or 0)
         # What is free is shared out for drafts; without any, a request still decodes.
-        spare = max(0, self._num_free_rows() - len(decodes)) // max(1, len(decodes))
+        spare = max(0, self._num_free_rows() - self._num_growing(decodes)) // max(1, len(decodes))
+        spare = self._cache.whole_rows(spare)
         segments = [
             state.segment(
                 1,
@@ -210,19 +228,28 @@ class Scheduler:
         written = 0 if state.slot is None else self._cache.num_rows(state.slot)
         return max(state.num_tokens, written)
 
+    def _rows_due(self, state: RequestState, num_more: int = 0) -> int:
+        """Free rows that a running request takes, sure to hold its text and some tokens more."""
+        written = 0 if state.slot is None else self._cache.num_rows(state.slot)
+        return self._cache.rows_taken(state.num_tokens + num_more, written)
+
     def _num_free_rows(self) -> int:
-        held = sum(self._num_held_rows(state) for state in self.running.values())
-        return self.max_rows - held - self.prefixes.num_retained_rows
+        """Rows that nobody holds, nor is sure to."""
+        due = sum(self._rows_due(state) for state in self.running.values())
+        return self._cache.free_rows(self.max_rows) - due
+
+    def _num_growing(self, states: Iterable[RequestState]) -> int:
+        """Free rows that some requests take with a token more each."""
+        return sum(
+            self._rows_due(state, 1) - self._rows_due(state)
+            for state in states
+            if state.num_tokens < state.most_rows
+        )
 
     def _make_room(self) -> None:
         """See to it that every running request can take one token more."""
         while self.running:
-            growing = sum(
-                state.num_tokens < state.most_rows
-                and self._num_held_rows(state) == state.num_tokens
-                for state in self.running.values()
-            )
-            if self._num_free_rows() >= growing:
+            if self._num_free_rows() >= self._num_growing(self.running.values()):
                 return
             if not self.prefixes.evict():
                 if len(self.running) == 1:
@@ -253,6 +280,8 @@ class Scheduler:
             entry = heapq.heappop(self._queue)
             if state.is_paused or self._waits_for_prefix(state):
                 later.append(entry)
+                if len(later) == _MOST_PASSED_OVER:
+                    break
                 continue
             match = self._room_for(state) if self._is_urgent_enough(state) else None
             if match is None:
@@ -282,7 +311,11 @@ class Scheduler:
         match = self._match(state)
         spare = int(_SPARE * self.max_rows) if self.running else 0
         while True:
-            needed = state.num_tokens + 1 - (match.num_held if match.is_retained else 0)
+            needed = self._cache.rows_taken(
+                state.num_tokens + 1,
+                match.num_held if match.is_retained else 0,
+                0 if match.is_retained else match.num_rows,
+            )
             has_slot = self._cache.num_free_slots > 0 or match.is_retained
             if has_slot and self._num_free_rows() >= min(needed + spare, self.max_rows):
                 return match

@@ -75,9 +75,23 @@ class BlockKVCache(KVCache):
         return len(self._free_blocks)
 
     def usable_rows(self, max_bytes: int) -> int:
-        """Rows that requests may hold together: every slot may leave most of a block empty."""
+        """Rows of all blocks within so many bytes."""
         num_blocks = min(self.num_blocks, max_bytes // (self.block_rows * self.bytes_per_row))
-        return max(0, num_blocks * self.block_rows - self.num_slots * (self.block_rows - 1))
+        return num_blocks * self.block_rows
+
+    def free_rows(self, max_rows: int) -> int:
+        """Rows of blocks that nobody holds."""
+        num_used = self.num_blocks - len(self._free_blocks)
+        return max_rows - num_used * self.block_rows
+
+    def rows_taken(self, num_rows: int, num_held: int = 0, num_shared: int = 0) -> int:
+        """Whole blocks; those that are shared whole are no one's anew."""
+        num_had = self._num_blocks(num_held) if num_held else num_shared // self.block_rows
+        return max(0, self._num_blocks(num_rows) - num_had) * self.block_rows
+
+    def whole_rows(self, num_rows: int) -> int:
+        """Whole blocks."""
+        return num_rows // self.block_rows * self.block_rows
 
     def longest(self, num_requests: int) -> int:
         """Rows that each of so many requests more can hold at once, of the blocks that are free."""
@@ -181,6 +195,9 @@ class BlockKVCache(KVCache):
             keys.tensor[blocks].flatten(1, 2)[:, :num_rows],
             values.tensor[blocks].flatten(1, 2)[:, :num_rows],
         )
+
+    def _num_blocks(self, num_rows: int) -> int:
+        return -(-num_rows // self.block_rows)
 
     def _take_block(self) -> int:
         block = self._free_blocks.pop()

@@ -122,7 +122,25 @@ class KVCache(ABC):
 
     @abstractmethod
     def usable_rows(self, max_bytes: int) -> int:
-        """Rows that requests may hold together, so that no more than so many bytes are in use."""
+        """Rows that a request alone may hold, so that no more than so many bytes are in use."""
+
+    @abstractmethod
+    def free_rows(self, max_rows: int) -> int:
+        """Of so many rows (``usable_rows``) those that no slot holds; a shared one is held once."""
+
+    @abstractmethod
+    def rows_taken(self, num_rows: int, num_held: int = 0, num_shared: int = 0) -> int:
+        """Rows that a slot takes from those that are free, to hold so many.
+
+        Args:
+            num_rows: That it is to hold.
+            num_held: That it holds already (``num_rows`` of the slot).
+            num_shared: With which it begins as another slot does, where it holds none.
+        """
+
+    @abstractmethod
+    def whole_rows(self, num_rows: int) -> int:
+        """As many of so many free rows as a slot can take, whatever it holds already."""
 
     @abstractmethod
     def longest(self, num_requests: int) -> int:
@@ -209,8 +227,20 @@ class ContiguousKVCache(KVCache):
         return int(self._num_rows.sum()) * self.bytes_per_row
 
     def usable_rows(self, max_bytes: int) -> int:
-        """Rows that requests may hold together within so many bytes."""
+        """Rows within so many bytes."""
         return max_bytes // self.bytes_per_row
+
+    def free_rows(self, max_rows: int) -> int:
+        """Rows that no slot holds."""
+        return max_rows - int(self._num_rows.sum())
+
+    def rows_taken(self, num_rows: int, num_held: int = 0, num_shared: int = 0) -> int:
+        """What it does not hold already; what is shared is copied."""
+        return max(0, num_rows - num_held)
+
+    def whole_rows(self, num_rows: int) -> int:
+        """All of them."""
+        return num_rows
 
     def longest(self, num_requests: int) -> int:
         """Rows of a slot: each has its own."""

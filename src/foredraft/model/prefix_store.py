@@ -54,11 +54,6 @@ class PrefixStore:
         self._retained: OrderedDict[int, int] = OrderedDict()
 
     @property
-    def num_retained_rows(self) -> int:
-        """Rows of keys and values in retained slots."""
-        return sum(self._retained.values())
-
-    @property
     def num_retained(self) -> int:
         """Slots that are retained."""
         return len(self._retained)

@@ -10,6 +10,7 @@ Order: logit bias, penalties, the user's processors, and then what may not be pi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foredraft.errors import said
 from foredraft.params import SamplingParams
 from foredraft.sampling.forms import Form
 from foredraft.types import DraftBatch, Int64Array, Segment, StepPlan, TargetOutput, Verdict
@@ -78,7 +80,7 @@ def shape(
     problems: dict[int, str] = {}
     for index, segment in enumerate(plan.segments):
         first, end = int(target.offsets[index]), int(target.offsets[index + 1])
-        if first == end or not segment.request.sampling.is_shaped:
+        if first == end or not _is_shaped(segment):
             continue
         if logits is target.logits:
             logits = logits.clone()
@@ -87,6 +89,15 @@ def shape(
         rows.shape(forms.get(segment.request.request_id))
         problems |= {first + row: problem for row, problem in rows.problems.items()}
     return Shaped(logits, problems)
+
+
+def _is_shaped(segment: Segment) -> bool:
+    """Whether a request asks for anything at these rows: ``min_tokens`` does so at first alone."""
+    sampling = segment.request.sampling
+    if not sampling.is_shaped:
+        return False
+    is_early = segment.num_output_tokens < sampling.min_tokens
+    return is_early or dataclasses.replace(sampling, min_tokens=0).is_shaped
 
 
 class _Rows:
@@ -149,6 +160,8 @@ class _Rows:
         if sampling.repetition_penalty != 1:
             penalty = sampling.repetition_penalty
             values = torch.where(values > 0, values / penalty, values * penalty)
+            # A tiny penalty must not make a score infinite: the largest is large enough.
+            values = values.clamp(max=torch.finfo(values.dtype).max)
         times = torch.from_numpy(counts).to(values.device)
         values -= sampling.frequency_penalty * times
         values -= sampling.presence_penalty * (times > 0)
@@ -172,10 +185,9 @@ class _Rows:
                 for processor in self.sampling.logits_processors:
                     scores = processor(input_ids, scores)
                 self._logits[row] = _checked(scores, self._logits.shape[1])
-            except Exception as error:  # noqa: BLE001 - a processor may be anybody's code
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's code
                 self.problems[row] = (
-                    f"a logits processor failed ({type(error).__name__}: {error}); mend it, or "
-                    "leave it out"
+                    f"a logits processor failed ({said(error)}); mend it, or leave it out"
                 )
 
     def _ban(self) -> None:
@@ -220,9 +232,10 @@ def _checked(scores: object, vocab_size: int) -> torch.Tensor:
     if not isinstance(scores, torch.Tensor) or scores.shape != (1, vocab_size):
         given = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         raise TypeError(f"it returned {given}, not scores of shape (1, {vocab_size})")
-    if torch.isnan(scores).any() or (scores == torch.inf).any():
+    row = scores[0].detach().float()
+    if torch.isnan(row).any() or (row == torch.inf).any():
         raise ValueError("it returned scores that are NaN or infinite")
-    return scores[0].float()
+    return row
 
 
 @numba.njit(cache=True)

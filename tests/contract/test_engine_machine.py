@@ -66,8 +66,7 @@ class EngineLife(RuleBasedStateMachine):
     )
     def start(self, reuse: bool, num_requests: int, chunk: int, layout: str) -> None:
         self.num_rows = NUM_ROWS
-        if layout == "blocks":  # the end of a block may be empty in every slot
-            self.num_rows += num_requests * (1 + reuse) * (BLOCK_ROWS - 1)
+        if layout == "blocks":
             self.num_rows += -self.num_rows % BLOCK_ROWS
         texts = [p + plain(i, s, 20) for i, p in enumerate(PROMPTS) for s in range(2)]
         self.engine: Engine = engine(
@@ -225,7 +224,6 @@ def test_no_slot_or_block_is_lost_in_ten_thousand_operations(layout: str) -> Non
     table = rng.normal(size=(50, 50)).astype(np.float32)
     num_rows = 400
     if layout == "blocks":
-        num_rows += 10 * (BLOCK_ROWS - 1)
         num_rows += -num_rows % BLOCK_ROWS
     the_engine = engine(
         table_target(table),

@@ -127,3 +127,11 @@ def test_method_table_is_the_registry() -> None:
     assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == method_names()
     for method in method_names()[1:]:
         assert (ROOT / "docs" / "methods" / f"{method}.md").exists()
+
+
+def test_the_tests_that_the_documentation_names_are_there() -> None:
+    text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", text)
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"

@@ -344,3 +344,82 @@ def test_greedy_text_under_every_rule(verification: str, draft_temperature: floa
     outputs = run(the_engine, prompts, sampling, SpeculationParams("law", 6, verification))
     assert outputs == [table_text(table, prompt, sampling, 20) for prompt in prompts]
     assert outputs[3][0] == 2
+
+
+FEATURES = {
+    "logit_bias": {2: 0.7, 5: -0.9},
+    "presence_penalty": 0.8,
+    "frequency_penalty": 0.3,
+}
+PROCESSED = torch.from_numpy(np.random.default_rng(9).normal(0, 0.6, (VOCAB, VOCAB))).float()
+
+
+def add_by_last(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that goes by the last token of the row's own history."""
+    return scores + PROCESSED[input_ids[0, -1]]
+
+
+def feature_law(first: int) -> np.ndarray:
+    """Exact law [V, V, V] of three tokens behind one, every feature on: written out."""
+    law = np.zeros((VOCAB,) * 3)
+
+    def step(last: int, said: list[int]) -> np.ndarray:
+        logits = TABLE[last].copy()
+        for token, bias in FEATURES["logit_bias"].items():  # type: ignore[attr-defined]
+            logits[token] += bias
+        for token in said:
+            logits[token] -= 0.3
+        for token in set(said):
+            logits[token] -= 0.8
+        logits = logits + PROCESSED[last].double().numpy()
+        shares = np.exp(logits - logits.max())
+        return shares / shares.sum()
+
+    for a, one in enumerate(step(first, [])):
+        for b, two in enumerate(step(a, [a])):
+            law[a, b] = one * two * step(b, [a, b])
+    return law
+
+
+@pytest.mark.parametrize(("verification", "shape", "num_nodes", "options"), CASES, ids=str)
+def test_features_keep_the_law_under_classical_rules(
+    verification: str, shape: str, num_nodes: int, options: dict[str, float]
+) -> None:
+    """Bias, penalties by the output of each node's own path, and a processor, all at once."""
+    drafter = LawDrafter(shape, temperature=1.0)
+    the_engine = engine(
+        table_target(TABLE), {"law": drafter}, max_num_requests=100, max_num_batched_tokens=4096
+    )
+    states = []
+    for seed in range(4000):
+        sampling = SamplingParams(
+            1.0, seed=seed, max_tokens=3, logits_processors=(add_by_last,), **FEATURES
+        )
+        name = the_engine.add([1], sampling, SpeculationParams("law", num_nodes, verification))
+        states.append(the_engine.request_state(name))
+    while the_engine.has_work:
+        the_engine.step()
+    counts = np.zeros((VOCAB,) * 3)
+    for state in states:
+        counts[tuple(state.output_ids.tolist())] += 1
+    expected = feature_law(1) * len(states)
+    is_large = expected >= 5
+    pairs = list(zip(counts[is_large], expected[is_large], strict=True))
+    pairs.append((counts[~is_large].sum(), expected[~is_large].sum()))
+    statistic = sum((one - other) ** 2 / other for one, other in pairs)
+    assert stats.chi2.sf(statistic, len(pairs) - 1) > P_VALUE
+    assert sum(state.stats.num_accepted_tokens for state in states) > 400
+    wrong = np.einsum("a,ab,bc->abc", *(_plain_rows(1), _plain_rows(), _plain_rows()))
+    assert _statistic(counts, wrong * len(states)) > 10 * statistic
+
+
+def _plain_rows(first: int | None = None) -> np.ndarray:
+    """The law of the table without the features, of all rows or one."""
+    rows = np.exp(TABLE - TABLE.max(axis=1, keepdims=True))
+    rows = rows / rows.sum(axis=1, keepdims=True)
+    return rows if first is None else rows[first]
+
+
+def _statistic(counts: np.ndarray, expected: np.ndarray) -> float:
+    is_large = expected >= 5
+    return float(((counts - expected)[is_large] ** 2 / expected[is_large]).sum())

@@ -135,10 +135,11 @@ def family_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0)
 
 
 def family_target(
-    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, packs: bool = True
 ) -> Target:
     """A tiny random target, context 256, end-of-sequence id 2."""
-    return prepare_target(family, family_model(family, dtype, seed), None, CONTEXT)
+    model = family_model(family, dtype, seed)
+    return prepare_target(family, model, None, CONTEXT, packs=packs)
 
 
 def near_target(noise: float = 0.03) -> Target:

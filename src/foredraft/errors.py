@@ -48,3 +48,7 @@ class StoreError(ForedraftError):
 
 class PlanError(ForedraftError, ValueError):
     """Numbers that the arithmetic cannot work with."""
+
+
+class DataError(ForedraftError, ValueError):
+    """A file of prompts or answers that nothing can be learnt from."""

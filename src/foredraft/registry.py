@@ -23,6 +23,9 @@ PORTFOLIO_MEMBERS = ("ngram", "suffix", "prediction")
 METHODS: dict[str, str] = {
     PORTFOLIO: "foredraft.drafters.portfolio:PortfolioDrafter",
     "draft-model": "foredraft.drafters.draft_model:DraftModelDrafter",
+    "eagle": "foredraft.drafters.heads:EagleDrafter",
+    "eagle3": "foredraft.drafters.heads:Eagle3Drafter",
+    "mtp": "foredraft.drafters.heads:MtpDrafter",
     "ngram": "foredraft.drafters.ngram:NgramDrafter",
     "lookahead": "foredraft.drafters.lookahead:LookaheadDrafter",
     "prediction": "foredraft.drafters.prediction:PredictionDrafter",

@@ -13,6 +13,7 @@ import torch
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.heads import HeadDrafter
 from foredraft.drafters.recycling import RecyclingDrafter
 from foredraft.drafters.synthetic import SyntheticDrafter
 from foredraft.engine.engine import Engine
@@ -30,6 +31,7 @@ from foredraft.types import (
     TargetOutput,
     Verdict,
 )
+from tests.heads import HEAD_METHODS, fake_drafter, learnt_drafter, observe_texts
 from tests.tiny import (
     VOCAB,
     engine,
@@ -50,6 +52,8 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 def make(method: str, vocab_size: int = SMALL, max_model_len: int = 512) -> Drafter:
+    if method in HEAD_METHODS:
+        return fake_drafter(method, vocab_size, max_model_len)
     cls = drafter_class(method)
     context = DrafterContext(vocab_size, max_model_len, method=method, max_num_requests=8)
     config = make_config(cls.Config, {}, method)
@@ -68,12 +72,18 @@ def _near_target() -> Target:
 
 def engine_for(method: str, target: Target, **options: Any) -> Engine:
     """An engine whose drafters are the registry's, but for one that cannot be made without more."""
-    drafters = {method: make(method, VOCAB)} if method == "draft-model" else {}
+    drafters: dict[str, Drafter] = {}
+    if method == "draft-model":
+        drafters[method] = make(method, VOCAB)
+    elif method in HEAD_METHODS:
+        drafters[method] = learnt_drafter(method, target)
     return engine(target, drafters, **options)
 
 
 def acquaint(drafter: Drafter, segments: list[Segment], rng: np.random.Generator) -> None:
     """Tell a drafter that needs it how each text goes on, or what the target thinks of it."""
+    if isinstance(drafter, HeadDrafter) and segments:
+        observe_texts(drafter, segments, int(rng.integers(1000)))
     if isinstance(drafter, RecyclingDrafter) and segments:
         ends = np.arange(len(segments) + 1)
         none = np.zeros(0, dtype=np.int64)
@@ -248,9 +258,9 @@ def test_declarations(method: str) -> None:
     assert cls.__doc__ and cls.__module__.startswith("foredraft.drafters")
     if drafter.needs.draft_probs:
         return
-    batch = drafter.propose(
-        StepPlan((segment_of([1, 2] * 20, "r"),)), Budgets(np.array([8], dtype=np.int64))
-    )
+    segment = segment_of([1, 2] * 20, "r")
+    acquaint(drafter, [segment], np.random.default_rng(0))
+    batch = drafter.propose(StepPlan((segment,)), Budgets(np.array([8], dtype=np.int64)))
     assert batch.draft_probs is None
     assert batch.dist_ids is None or (batch.dist_ids < 0).all()
 
@@ -348,7 +358,7 @@ def test_nothing_is_ever_dropped(target, method: str) -> None:
 def test_requests_are_forgotten_when_they_end(target, method: str) -> None:
     """However they end: by themselves, or dropped while they run or wait."""
     forgotten: list[str] = []
-    drafter = make(method, VOCAB)
+    drafter = learnt_drafter(method, target) if method in HEAD_METHODS else make(method, VOCAB)
     forget = drafter.forget
 
     def remember(request_id: str) -> None:

@@ -26,6 +26,9 @@ from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
 
 _CONCURRENCY = (1, 2, 4, 8, 16, 32)
+_CONTINUOUS_AT = (1, 16)
+"""Where Transformers' continuous batching is measured: it takes as long as all others together."""
+
 _KINDS = ("copy", "chat")
 _NUM_TOKENS = 64
 _LEAST_REQUESTS = 8
@@ -116,7 +119,7 @@ def _cell(
         for name in _SIDES
     }
     sides["transformers"] = transformers
-    if has_continuous:
+    if has_continuous and concurrency in _CONTINUOUS_AT:
         sides["transformers continuous"] = functools.partial(
             _their_continuous, theirs, ids, concurrency
         )

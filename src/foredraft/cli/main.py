@@ -19,6 +19,7 @@ from foredraft.cli.bench import bench
 from foredraft.cli.generate import generate
 from foredraft.cli.plan import plan
 from foredraft.cli.profile import profile
+from foredraft.cli.train import train
 from foredraft.errors import ForedraftError
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile,
     "bench": bench,
     "plan": plan,
+    "train": train,
 }
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 for _name, _command in _COMMANDS.items():

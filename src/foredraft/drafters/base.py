@@ -77,6 +77,8 @@ class DrafterContext:
         max_num_requests: Most requests that it drafts for at once.
         device: Where the target lies, as PyTorch writes it.
         weight_bytes: Of the target's weights; 0 where that is not known.
+        target: The loaded target (``model.loader.Target``), for heads, which read with its
+            embedding and may write with its output layer; ``None`` in tests of other drafters.
     """
 
     vocab_size: int
@@ -86,6 +88,7 @@ class DrafterContext:
     max_num_requests: int = 16
     device: str = "cpu"
     weight_bytes: int = 0
+    target: Any = None
 
 
 class Drafter(ABC):

@@ -58,6 +58,7 @@ class Drafting:
             max_num_requests=max_num_requests,
             device=str(target.device),
             weight_bytes=target.weight_bytes,
+            target=target,
         )
         self._given = dict(drafters)
         self._drafters: dict[str, Drafter] = dict(drafters)

@@ -94,12 +94,15 @@ class Target:
     num_ranks: int = 1
 
 
-def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info) -> Target:
+def load_target(
+    config: EngineConfig, notify: Callable[[str], None] = _LOG.info, packs: bool = True
+) -> Target:
     """Load the model that ``config`` names.
 
     Args:
         config: Engine options; ``model``, ``dtype``, ``device`` and ``max_model_len`` are read.
         notify: Told, in a sentence, what takes long or is not as the user may think.
+        packs: Whether its linear layers may be laid out anew for speed; training reads them.
 
     Raises:
         ModelLoadError: The model is missing, broken or of a kind that cannot be a target.
@@ -135,7 +138,7 @@ def load_target(config: EngineConfig, notify: Callable[[str], None] = _LOG.info)
                 f"{device}; choose a smaller dtype, a smaller model or another device."
             ) from error
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    target = prepare_target(name, model, tokenizer, max_model_len, num_ranks)
+    target = prepare_target(name, model, tokenizer, max_model_len, num_ranks, packs)
     if device.type == "cpu" and num_ranks == 1:
         gather_into_large_pages(weight_bytes, memory_before)
     return target
@@ -147,6 +150,7 @@ def prepare_target(
     tokenizer: PreTrainedTokenizerBase | None,
     max_model_len: int,
     num_ranks: int = 1,
+    packs: bool = True,
 ) -> Target:
     """Make a loaded Transformers model a target: probe it, take its attention, pack its layers.
 
@@ -156,6 +160,7 @@ def prepare_target(
         tokenizer: Its tokenizer, if any.
         max_model_len: Most tokens of prompt and output together.
         num_ranks: Over how many ranks its layers are split.
+        packs: Whether its linear layers may be laid out anew for speed.
 
     Raises:
         ModelLoadError: Its attention does not go through foredraft's function.
@@ -166,7 +171,7 @@ def prepare_target(
     with _quiet_transformers():  # a refusal is said once, in our own sentence
         layers, vocab_size = probe(name, model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    if num_ranks == 1 and packed_linear.can_pack(model.dtype, model.device):
+    if packs and num_ranks == 1 and packed_linear.can_pack(model.dtype, model.device):
         packed_linear.pack_linear_layers(model)
     return Target(
         name=name,

@@ -1,0 +1,81 @@
+"""What a head begins from: the words that answers use, and the target's own last layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.recurrent import RecurrentHead
+from foredraft.model.loader import Target
+from foredraft.train.texts import Text
+
+
+def choose_words(texts: Iterable[Text], num_words: int, vocab_size: int) -> torch.Tensor:
+    """The words that answers use most, as offsets (``d2t``), int64 [num_words].
+
+    Where fewer are used, the lowest ids fill up.
+    """
+    counts: Counter[int] = Counter()
+    for text in texts:
+        counts.update(text.token_ids[text.num_prompt :].tolist())
+    for text in texts:  # prompts break ties and fill up
+        counts.update(dict.fromkeys(text.token_ids[: text.num_prompt].tolist(), 0))
+    ids = [token for token, _ in counts.most_common(num_words)]
+    have = set(ids)
+    ids += [token for token in range(vocab_size) if token not in have][: num_words - len(ids)]
+    chosen = torch.tensor(sorted(ids), dtype=torch.int64)
+    return chosen - torch.arange(len(chosen))
+
+
+@torch.no_grad()
+def begin_from_target(head: RecurrentHead, target: Target) -> None:
+    """Give an EAGLE-3 head the target's last layer, its norm and its output rows to begin with.
+
+    Other heads begin from random weights but for the layer. What does not fit is left as it is.
+    """
+    layer = _last_layer(target.model)
+    if layer is None:
+        return
+    own: Any = getattr(head, "midlayer", None) or getattr(head, "layer", None)
+    own = own if own is not None else head.layers[0]  # type: ignore[index]
+    size = head.shape.hidden_size
+    for name in ("q_proj", "k_proj", "v_proj"):
+        theirs = getattr(layer.self_attn, name).weight
+        mine = getattr(own.self_attn, name).weight
+        if mine.shape[0] != theirs.shape[0]:
+            continue
+        if isinstance(head, Eagle3Head):  # embedding first, then the hidden state
+            mine[:, :size] *= 0.1
+            mine[:, size:] = theirs
+        else:
+            mine.copy_(theirs)
+    _copy(own.self_attn.o_proj.weight, layer.self_attn.o_proj.weight)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _copy(getattr(own.mlp, name).weight, getattr(layer.mlp, name).weight)
+    _copy(own.post_attention_layernorm.weight, layer.post_attention_layernorm.weight)
+    if isinstance(head, Eagle3Head):
+        _copy(own.hidden_norm.weight, layer.input_layernorm.weight)
+        _copy(head.norm.weight, target.model.model.norm.weight)
+        rows = target.model.get_output_embeddings().weight[head.target_ids]
+        _copy(head.lm_head.weight, rows)
+        # The highest feature passes through, the others join little by little.
+        head.fc.weight.mul_(0.1)
+        head.fc.weight[:, -size:] += torch.eye(size)
+
+
+def _last_layer(model: Any) -> Any:
+    try:
+        layer = model.model.layers[-1]
+        _ = layer.self_attn.q_proj.weight, layer.mlp.gate_proj.weight
+    except (AttributeError, IndexError, TypeError):
+        return None
+    return layer
+
+
+def _copy(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    if mine.shape == theirs.shape:
+        mine.copy_(theirs)

@@ -1,0 +1,153 @@
+"""A whole training run: prompts, the target's answers, a head, its record."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foredraft.config import EngineConfig
+from foredraft.errors import ConfigError
+from foredraft.heads.checkpoint import load_head, make_head
+from foredraft.heads.shape import shape_for
+from foredraft.model.loader import load_target
+from foredraft.train.begin import begin_from_target, choose_words
+from foredraft.train.texts import Text, answer, answered, data_hash, read_prompts
+from foredraft.train.trainer import Progress, TrainConfig, Trainer
+
+METHODS = ("eagle", "eagle3", "mtp")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What to train, on what, to where.
+
+    Attributes:
+        method: ``eagle``, ``eagle3`` or ``mtp``.
+        model: The target.
+        data: A JSON-lines file of prompts.
+        out: Folder of the head; a run that was stopped goes on in it.
+        init: Folder of a head to begin from; empty begins from the target's own layers.
+        answers: File of the target's answers; ``None`` takes ``answers.jsonl`` in ``out``.
+        num_prompts: Use the first so many of the data, shuffled by the seed; 0 takes all.
+        answer_tokens: Most tokens of an answer.
+        answer_minutes: Answer for so long at most, 0 until all are answered; below 0 takes those
+            that there are.
+        draft_vocab_size: EAGLE-3: words that it drafts; 0 takes all of the target's.
+        device: As for the engine.
+        train: Options of the loop.
+    """
+
+    method: str
+    model: str
+    data: Path
+    out: Path
+    train: TrainConfig
+    init: str = ""
+    answers: Path | None = None
+    num_prompts: int = 0
+    answer_tokens: int = 256
+    answer_minutes: float = 0.0
+    draft_vocab_size: int = 8192
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained."""
+        if self.method not in METHODS:
+            raise ConfigError(f"method is {self.method!r}; allowed is one of {', '.join(METHODS)}.")
+
+
+def train(
+    run: Run,
+    tell_answers: Callable[[int, int, int], None],
+    tell: Callable[[Progress], None],
+    say: Callable[[str], None],
+) -> tuple[float, ...]:
+    """Run it.
+
+    Args:
+        run: What to do.
+        tell_answers: Told how many prompts are answered, of how many, and tokens written so far.
+        tell: Told where training stands.
+        say: Told, in a sentence, what begins.
+
+    Returns:
+        The survival of a greedy chain on held-out answers, by level.
+    """
+    prompts = _prompts(run)
+    texts = _texts(run, prompts, tell_answers, say)
+    say("Loading the target to read its features.")
+    target = load_target(EngineConfig(run.model, "float32", run.device), say, packs=False)
+    num_words = run.draft_vocab_size if run.method == "eagle3" else 0
+    num_words = min(num_words or target.vocab_size, target.vocab_size)
+    if run.init:
+        head = load_head(run.init, target.model.config)
+        if head.shape.kind != run.method:
+            raise ConfigError(
+                f"{run.init} is a head of kind {head.shape.kind!r}, and method is {run.method!r}."
+            )
+    else:
+        import torch
+
+        torch.manual_seed(run.train.seed)
+        head = make_head(shape_for(target.model.config, run.method, num_words))
+        if head.shape.has_own_words:
+            head.d2t.copy_(choose_words(texts, num_words, target.vocab_size))
+        begin_from_target(head, target)
+    num_answer = sum(len(text.token_ids) - text.num_prompt for text in texts)
+    record = {
+        "method": run.method,
+        "target": target.name,
+        "data": run.data.name,
+        "data_sha256": data_hash(run.data),
+        "num_texts": len(texts),
+        "num_answer_tokens": num_answer,
+        "init": bool(run.init),
+        "command": " ".join(["foredraft", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    say(f"Learning from {len(texts):,} texts with {num_answer:,} tokens of answers.")
+    return Trainer(head, target, texts, run.train, run.out, record).run(tell)
+
+
+def _prompts(run: Run) -> list[str]:
+    import numpy as np
+
+    prompts = read_prompts(run.data)
+    order = np.random.default_rng(run.train.seed).permutation(len(prompts)).tolist()
+    most = run.num_prompts or len(prompts)
+    return [prompts[index] for index in order[:most]]
+
+
+def _texts(
+    run: Run,
+    prompts: Sequence[str],
+    tell: Callable[[int, int, int], None],
+    say: Callable[[str], None],
+) -> list[Text]:
+    from foredraft.engine.llm import LLM
+
+    path = run.answers or run.out / "answers.jsonl"
+    done = answered(path)
+    done = {number: text for number, text in done.items() if number < len(prompts)}
+    began = time.monotonic()
+
+    def is_late() -> bool:
+        minutes = run.answer_minutes
+        return bool(minutes) and time.monotonic() - began > 60 * minutes
+
+    if len(done) < len(prompts) and run.answer_minutes >= 0:
+        say(f"The target answers {len(prompts) - len(done):,} prompts, kept in {path}.")
+        with LLM(run.model, max_num_requests=32, device=run.device) as llm:
+            done = answer(
+                llm,
+                prompts,
+                path,
+                run.answer_tokens,
+                run.train.seed,
+                lambda num, tokens: tell(num, len(prompts), tokens),
+                is_late,
+            )
+    return [done[number] for number in sorted(done) if number < len(prompts)]

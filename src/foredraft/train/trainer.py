@@ -1,0 +1,298 @@
+"""The loop: batches of the target's texts, an optimiser, checkpoints that go on exactly.
+
+Accelerate carries the loop over one device or many. A checkpoint holds the head, the optimiser,
+the schedule, the number of the step and every random state; the order of batches is a function of
+the seed and the epoch, so a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from foredraft.errors import ConfigError, MissingExtraError
+from foredraft.heads.checkpoint import save_head
+from foredraft.heads.recurrent import RecurrentHead
+from foredraft.train.features import Batch, FeatureReader
+from foredraft.train.texts import Text, batches
+from foredraft.train.unroll import Options, losses
+
+if TYPE_CHECKING:
+    from foredraft.model.loader import Target
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Options of a run.
+
+    Attributes:
+        learning_rate: At its highest.
+        warm_up: Share of the steps in which it rises; then it falls by a cosine to a tenth.
+        num_epochs: Times that each text is learnt from.
+        batch_tokens: Tokens of a step, padding counted.
+        max_len: Longest text; what is longer is cut.
+        num_levels: Levels of the training-time test.
+        prompt_weight: Of tokens of prompts, where those of answers count 1.
+        regression: Weight of the distance to the target's feature, 0 for none.
+        clip: Largest norm of a gradient.
+        num_held_out: Texts that are not learnt from but measured on.
+        minutes: The run ends after so many, its schedule fitted to them; 0 goes by epochs.
+        checkpoint_minutes: Between checkpoints.
+        seed: Of everything random.
+
+    Raises:
+        ConfigError: A value that makes no sense.
+    """
+
+    learning_rate: float = 5e-4
+    warm_up: float = 0.03
+    num_epochs: int = 2
+    batch_tokens: int = 4096
+    max_len: int = 512
+    num_levels: int = 4
+    prompt_weight: float = 0.2
+    regression: float = 0.0
+    clip: float = 0.5
+    num_held_out: int = 48
+    minutes: float = 0.0
+    checkpoint_minutes: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("num_epochs", "batch_tokens", "max_len", "num_levels", "num_held_out"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; allowed is an integer of 1 or more.")
+        for name, least in (
+            ("learning_rate", 0.0),
+            ("clip", 0.0),
+            ("checkpoint_minutes", 0.0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= least:
+                raise ConfigError(f"{name} is {value!r}; allowed is a number above 0.")
+        for name in ("warm_up", "prompt_weight", "regression", "minutes"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name} is {value!r}; allowed is a number of 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: Steps done.
+        share: Of the whole run, 0 to 1.
+        loss: Of late.
+        survival: Of a greedy chain on held-out answers, by level; empty before it was measured.
+        tokens_per_s: Tokens learnt from.
+    """
+
+    step: int
+    share: float
+    loss: float
+    survival: tuple[float, ...]
+    tokens_per_s: float
+
+
+class Trainer:
+    """Trains a head for a target.
+
+    Args:
+        head: To train, in float32; with what it is to begin from.
+        target: Loaded with its layers as they are (``load_target(..., packs=False)``).
+        texts: What to learn from; the last ``num_held_out`` are held out.
+        config: Options.
+        folder: Where the head and its checkpoints go.
+        record: What else to write into the run record.
+    """
+
+    def __init__(
+        self,
+        head: RecurrentHead,
+        target: Target,
+        texts: Sequence[Text],
+        config: TrainConfig,
+        folder: str | Path,
+        record: dict[str, Any] | None = None,
+    ) -> None:
+        """Make the optimiser; go on where a checkpoint in the folder stands."""
+        try:
+            from accelerate import Accelerator
+        except ImportError as error:
+            raise MissingExtraError(
+                "training needs the package accelerate; install foredraft[train]."
+            ) from error
+        if len(texts) <= config.num_held_out:
+            raise ConfigError(
+                f"there are {len(texts)} texts, of which num_held_out={config.num_held_out} are "
+                "held out; give more prompts, or hold out fewer."
+            )
+        torch.manual_seed(config.seed)
+        self.config, self.folder = config, Path(folder)
+        self._record = record or {}
+        self._target = target
+        self._held_out = list(texts[-config.num_held_out :])
+        self._texts = list(texts[: -config.num_held_out])
+        self._options = Options(
+            config.num_levels, prompt_weight=config.prompt_weight, regression=config.regression
+        )
+        self._reader = FeatureReader(target, head.shape.feature_layers, config.max_len)
+        self._embed = target.model.get_input_embeddings()
+        self._output_weight = target.model.get_output_embeddings().weight.detach()
+        self._accelerator = Accelerator(cpu=target.device.type == "cpu")
+        optimizer = torch.optim.AdamW(
+            head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        )
+        self.head, self._optimizer = self._accelerator.prepare(head, optimizer)
+        self.step = self.epoch = self.batch = 0
+        self.elapsed_s = 0.0
+        self.num_tokens = 0
+        self.survival: tuple[float, ...] = ()
+        self._resume()
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def run(self, tell: Callable[[Progress], None]) -> tuple[float, ...]:
+        """Train to the end; return the survival on held-out answers, by level."""
+        started, before = time.monotonic(), self.elapsed_s
+        saved_at = started
+        recent: list[float] = []
+        self.head.train()
+        is_over = False
+        for epoch in range(self.epoch, self.config.num_epochs):
+            self.epoch = epoch
+            rng = np.random.default_rng([self.config.seed, epoch])
+            order = batches(self._texts, self.config.batch_tokens, self.config.max_len, rng)
+            for number in range(self.batch, len(order)):
+                share = self._share(epoch, number, len(order))
+                recent.append(self._learn(self._reader.read(order[number]), share))
+                self.num_tokens += sum(len(text.token_ids) for text in order[number])
+                self.step, self.batch = self.step + 1, number + 1
+                now = time.monotonic()
+                self.elapsed_s = before + now - started
+                recent = recent[-20:]
+                rate = self.num_tokens / max(self.elapsed_s, 1e-9)
+                tell(Progress(self.step, share, float(np.mean(recent)), self.survival, rate))
+                if now - saved_at > 60 * self.config.checkpoint_minutes:
+                    self.survival = self.measure()
+                    self.save()
+                    saved_at = time.monotonic()
+                if self.config.minutes and self.elapsed_s > 60 * self.config.minutes:
+                    is_over = True
+                    break
+            if is_over:
+                break
+            self.batch = 0
+        self.survival = self.measure()
+        self.save()
+        return self.survival
+
+    @torch.no_grad()
+    def measure(self) -> tuple[float, ...]:
+        """Survival of a greedy chain on held-out answers, by level."""
+        self.head.eval()
+        rng = np.random.default_rng(self.config.seed)
+        num_levels = self._options.num_levels
+        accepted, counted = torch.zeros(num_levels), torch.zeros(num_levels)
+        for batch in batches(self._held_out, self.config.batch_tokens, self.config.max_len, rng):
+            found = losses(
+                self.head,
+                self._reader.read(batch),
+                self._embed,
+                self._output_weight,
+                dataclasses.replace(self._options, prompt_weight=0.0),
+            )
+            size = len(found.accepted)  # short texts have fewer levels
+            accepted[:size] += found.accepted.cpu()
+            counted[:size] += found.counted.cpu()
+        self.head.train()
+        return tuple((accepted / counted.clamp(min=1)).tolist())
+
+    def save(self) -> None:
+        """Write the head, its run record, and what it takes to go on."""
+        if not self._accelerator.is_main_process:
+            return
+        head = self._accelerator.unwrap_model(self.head)
+        save_head(head, self.folder, self._target.name, self._target.model.config)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            **self._record,
+            "config": dataclasses.asdict(self.config),
+            "steps": self.step,
+            "epochs": self.epoch + 1,
+            "tokens": self.num_tokens,
+            "seconds": round(self.elapsed_s),
+            "held_out_survival": [round(value, 4) for value in self.survival],
+            "torch": torch.__version__,
+        }
+        _write(self.folder / "run.json", json.dumps(record, indent=2, sort_keys=True) + "\n")
+        state = {
+            "head": head.state_dict(),
+            "d2t": head.d2t,
+            "optimizer": self._optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "tokens": self.num_tokens,
+            "elapsed_s": self.elapsed_s,
+            "survival": self.survival,
+        }
+        new = self.folder / "checkpoint.new"
+        torch.save(state, new)
+        new.replace(self._checkpoint)
+
+    def _resume(self) -> None:
+        if not self._checkpoint.is_file():
+            return
+        state = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        head = self._accelerator.unwrap_model(self.head)
+        head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
+        self.num_tokens, self.elapsed_s = state["tokens"], state["elapsed_s"]
+        self.survival = tuple(state["survival"])
+
+    def _share(self, epoch: int, number: int, num_batches: int) -> float:
+        if self.config.minutes:
+            return min(1.0, self.elapsed_s / (60 * self.config.minutes))
+        return (epoch + number / num_batches) / self.config.num_epochs
+
+    def _learn(self, batch: Batch, share: float) -> float:
+        """One step."""
+        warm_up = self.config.warm_up
+        if share < warm_up:
+            scale = (share + 1e-3) / (warm_up + 1e-3)
+        else:
+            done = (share - warm_up) / max(1e-9, 1 - warm_up)
+            scale = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * scale
+        head = self._accelerator.unwrap_model(self.head)
+        found = losses(head, batch, self._embed, self._output_weight, self._options)
+        self._accelerator.backward(found.total)
+        self._accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(found.total.detach())
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

@@ -1,0 +1,317 @@
+"""Training: answers that go on, the same run from the same seed, the same run after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foredraft import LLM
+from foredraft.cli.main import main as command
+from foredraft.errors import ConfigError, DataError, ModelLoadError
+from foredraft.heads.checkpoint import load_head, make_head
+from foredraft.heads.shape import shape_for
+from foredraft.model.loader import Target, prepare_target
+from foredraft.params import SamplingParams, SpeculationParams
+from foredraft.train.begin import begin_from_target, choose_words
+from foredraft.train.features import FeatureReader
+from foredraft.train.run import Run, train
+from foredraft.train.texts import Text, answer, answered, batches, read_prompts
+from foredraft.train.trainer import TrainConfig, Trainer
+from tests.folders import CONTEXT, VOCAB, make_folder, make_model, make_tokenizer
+
+PROMPTS = [f"one two {word} three" for word in ("red", "blue", "fox", "bird", "hill", "tree")]
+QUICK = TrainConfig(
+    learning_rate=3e-3,
+    num_epochs=3,
+    batch_tokens=96,
+    max_len=64,
+    num_levels=3,
+    num_held_out=2,
+    checkpoint_minutes=100.0,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return prepare_target("tiny", make_model(), make_tokenizer(), CONTEXT, packs=False)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(8, 40, 14).tolist()
+    return [Text(rng.integers(5, VOCAB, size), 4) for size in sizes]
+
+
+def new_head(target: Target, kind: str = "eagle3", num_words: int | None = 64) -> Any:
+    torch.manual_seed(0)
+    num_words = num_words if kind == "eagle3" else None
+    head = make_head(shape_for(target.model.config, kind, num_words))
+    if num_words is not None:
+        head.d2t.copy_(torch.arange(num_words) * 4)
+    begin_from_target(head, target)
+    return head
+
+
+# ------------------------------------------------------------------------------------- data
+
+
+def data(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_prompts_come_in_three_forms(tmp_path: Path) -> None:
+    path = data(
+        tmp_path,
+        '{"prompt": "one"}',
+        "",
+        '{"text": "two"}',
+        '{"messages": [{"role": "user", "content": "three"}]}',
+    )
+    assert read_prompts(path) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{"], "line 1 is no JSON"),
+        (['{"prompt": "one"}', '{"prompt": ""}'], "line 2 holds no text"),
+        (['{"answer": "one"}'], "line 1 holds no text; each line needs 'prompt', 'text' or"),
+        (["3"], "line 1 holds no text"),
+        ([""], "holds no line; there is nothing to learn from"),
+    ],
+)
+def test_bad_data_is_said_by_line(lines: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        read_prompts(data(tmp_path, *lines))
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts(tmp_path / "nothing.jsonl")
+
+
+def test_answers_are_the_targets_and_go_on_where_they_were(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out" / "answers.jsonl"
+    calls = 0
+
+    def stop_early() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 1
+
+    with LLM(str(folder), max_num_requests=2, kv_cache_gb=0.1) as llm:
+        first = answer(llm, PROMPTS, path, 12, 0, lambda num, tokens: None, stop_early)
+        assert 0 < len(first) < len(PROMPTS)
+        with path.open("a", encoding="utf-8") as file:
+            file.write('{"number": 5, "prompt_ids": [1, 2')  # it was killed in mid-line
+        told: list[tuple[int, int]] = []
+        path.write_text(path.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+        done = answer(llm, PROMPTS, path, 12, 0, lambda num, tokens: told.append((num, tokens)))
+        assert sorted(done) == list(range(len(PROMPTS)))
+        assert told[-1][0] == len(PROMPTS) and len(told) == len(PROMPTS) - len(first)
+        for number, text in done.items():
+            messages = [{"role": "user", "content": PROMPTS[number]}]
+            sampling = SamplingParams(
+                max_tokens=12, temperature=0.0 if number % 2 else 0.8, seed=number
+            )
+            output = llm.generate(messages, sampling, SpeculationParams("none"))[0]
+            assert text.token_ids[text.num_prompt :].tolist() == list(output.token_ids)
+    again = answered(path)
+    assert all((again[n].token_ids == done[n].token_ids).all() for n in done)
+
+
+def test_batches_hold_every_text_once_within_their_size(texts: list[Text]) -> None:
+    for seed in range(5):
+        found = batches(texts, 96, 32, np.random.default_rng(seed))
+        assert sum(map(len, found)) == len(texts)
+        for batch in found:
+            longest = max(len(text.token_ids) for text in batch)
+            assert longest <= 32 and (longest * len(batch) <= 96 or len(batch) == 1)
+    one, other = (batches(texts, 96, 32, np.random.default_rng(s)) for s in (0, 0))
+    assert [len(batch) for batch in one] == [len(batch) for batch in other]
+
+
+def test_words_are_those_of_answers() -> None:
+    texts = [Text(np.array([9, 9, 3, 7, 7, 5]), 2), Text(np.array([8, 7, 5, 5, 5, 2]), 1)]
+    offsets = choose_words(texts, 3, 12)
+    assert (offsets + torch.arange(3)).tolist() == [3, 5, 7] or (
+        offsets + torch.arange(3)
+    ).tolist() == [2, 5, 7]
+    whole = choose_words(texts, 12, 12)
+    assert (whole + torch.arange(12)).tolist() == list(range(12))
+
+
+# --------------------------------------------------------------------------------- features
+
+
+def test_features_are_transformers_hidden_states(target: Target, texts: list[Text]) -> None:
+    plain = make_model()
+    batch = FeatureReader(target, (0, 1, 2), 64).read(texts[:4])
+    for row, text in enumerate(texts[:4]):
+        ids = torch.from_numpy(text.token_ids)[None]
+        with torch.no_grad():
+            out = plain(ids, output_hidden_states=True)
+        size = len(text.token_ids)
+        joined = torch.cat([out.hidden_states[layer][0] for layer in (0, 1, 2)], dim=-1)
+        torch.testing.assert_close(batch.features[row, :size], joined, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            batch.final[row, :size], out.hidden_states[-1][0], rtol=1e-4, atol=1e-5
+        )
+        assert batch.is_real[row].sum() == size and not batch.features[row, size:].any()
+        assert batch.is_answer[row].nonzero().flatten().tolist() == list(range(4, size))
+
+
+# --------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
+def test_a_head_learns(kind: str, target: Target, texts: list[Text], tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        QUICK, num_epochs=30, regression=0.05 if kind == "eagle" else 0.0, batch_tokens=256
+    )
+    said: list[Any] = []
+    trainer = Trainer(new_head(target, kind), target, [*texts, *texts[:2]], config, tmp_path)
+    before = trainer.measure()
+    after = trainer.run(said.append)  # the held-out texts are among those it learns from
+    assert len(after) == 3 and after[0] > before[0]
+    assert after[0] > (0.05 if kind == "eagle" else 0.2)  # EAGLE learns to stand for a feature
+    assert after[0] >= after[1] >= after[2]
+    assert said[-1].loss < said[0].loss and said[-1].share > 0.9
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["steps"] == said[-1].step and record["held_out_survival"][0] > 0
+    again = load_head(tmp_path, target.model.config)
+    assert again.shape == trainer.head.shape
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "checkpoint", weights_only=True)["head"]
+    return found
+
+
+def test_a_seed_makes_the_same_head(target: Target, texts: list[Text], tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
+        config = dataclasses.replace(QUICK, seed=seed)
+        Trainer(new_head(target), target, texts, config, tmp_path / name).run(lambda now: None)
+    one, two, other = (states(tmp_path / name) for name in ("one", "two", "other"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+class KilledError(Exception):
+    """Somebody pulled the plug."""
+
+
+@pytest.mark.parametrize("killed_at", [2, 7])
+def test_a_run_that_was_killed_ends_as_if_it_had_not(
+    killed_at: int, target: Target, texts: list[Text], tmp_path: Path
+) -> None:
+    Trainer(new_head(target), target, texts, QUICK, tmp_path / "whole").run(lambda now: None)
+    # A checkpoint with every step, and a kill in the middle of one.
+    config = dataclasses.replace(QUICK, checkpoint_minutes=1e-9)
+
+    def kill(now: Any) -> None:
+        if now.step == killed_at:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        Trainer(new_head(target), target, texts, config, tmp_path / "cut").run(kill)
+    second = Trainer(new_head(target), target, texts, config, tmp_path / "cut")
+    assert second.step == killed_at - 1
+    second.run(lambda now: None)
+    whole, cut = states(tmp_path / "whole"), states(tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_path: Path) -> None:
+    for name, value, shown in (
+        ("learning_rate", 0.0, "learning_rate is 0.0; allowed is a number above 0"),
+        ("num_epochs", 0, "num_epochs is 0; allowed is an integer of 1 or more"),
+        ("batch_tokens", 1.5, "batch_tokens is 1.5"),
+        ("max_len", True, "max_len is True"),
+        ("num_levels", -1, "num_levels is -1"),
+        ("num_held_out", 0, "num_held_out is 0"),
+        ("clip", float("nan"), "clip is nan"),
+        ("checkpoint_minutes", 0, "checkpoint_minutes is 0"),
+        ("warm_up", -0.1, "warm_up is -0.1; allowed is a number of 0 or more"),
+        ("prompt_weight", -1, "prompt_weight is -1"),
+        ("regression", float("inf"), "regression is inf"),
+        ("minutes", -1, "minutes is -1"),
+    ):
+        with pytest.raises(ConfigError, match=shown):
+            dataclasses.replace(QUICK, **{name: value})
+    with pytest.raises(ConfigError, match="there are 2 texts, of which num_held_out=2 are held"):
+        Trainer(new_head(target), target, texts[:2], QUICK, tmp_path)
+    with pytest.raises(ConfigError, match="method is 'medusa'; allowed is one of eagle, eagle3"):
+        Run("medusa", "default", tmp_path, tmp_path, QUICK)
+
+
+# ------------------------------------------------------------------------------ command line
+
+
+def run_command(*arguments: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        command([str(argument) for argument in arguments])
+    assert not left.value.code
+
+
+def test_the_command_trains_what_the_engine_loads(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS * 2]
+    path, out = data(tmp_path, *lines), tmp_path / "head"
+    arguments = ["train", "eagle3", "--data", path, "--out", out, "--model", folder]
+    arguments += ["--num-prompts", 8, "--answer-tokens", 16, "--answer-minutes", 5]
+    arguments += ["--draft-vocab-size", 64, "--minutes", 0.05, "--num-epochs", 50]
+    arguments += ["--batch-tokens", 128, "--max-len", 64, "--num-levels", 2, "--seed", 3]
+    arguments += ["--learning-rate", 0.003, "--prompt-weight", 0.5, "--regression", 0]
+    arguments += ["--num-held-out", 2, "--checkpoint-minutes", 1, "--device", "cpu"]
+    run_command(*arguments, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["held_out_survival"]) == 2
+    assert found["acceptance_length"] == pytest.approx(1 + sum(found["held_out_survival"]))
+    record = json.loads((out / "run.json").read_text())
+    assert record["num_texts"] == 8 and record["method"] == "eagle3" and not record["init"]
+    # Another run begins from it, with the answers there are.
+    more = ["--init", out, "--answers", out / "answers.jsonl", "--out", tmp_path / "more"]
+    run_command(*arguments, *more)
+    assert "tokens a step" in capsys.readouterr().out
+    assert json.loads((tmp_path / "more" / "run.json").read_text())["init"]
+    assert not (tmp_path / "more" / "answers.jsonl").exists()
+    with LLM(
+        str(folder), drafter_options={"eagle3": {"path": str(tmp_path / "more")}}, kv_cache_gb=0.1
+    ) as llm:
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        plain = llm.generate(PROMPTS[0], sampling, SpeculationParams("none"))[0]
+        drafted = llm.generate(PROMPTS[0], sampling, SpeculationParams("eagle3", 4))[0]
+    assert drafted.token_ids == plain.token_ids and drafted.stats.num_draft_tokens > 0
+
+
+def test_a_head_of_another_kind_is_no_beginning(folder: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    path = data(tmp_path, *lines)
+    config = dataclasses.replace(QUICK, num_epochs=1)
+    run = Run("mtp", str(folder), path, tmp_path / "mtp", config, answer_tokens=8)
+    quiet: Any = lambda *args: None  # noqa: E731
+    train(run, quiet, quiet, quiet)
+    with pytest.raises(ConfigError, match="is a head of kind 'mtp', and method is 'eagle'"):
+        train(
+            dataclasses.replace(
+                run, method="eagle", init=str(tmp_path / "mtp"), out=tmp_path / "eagle"
+            ),
+            quiet,
+            quiet,
+            quiet,
+        )
+    with pytest.raises(ModelLoadError, match="holds no config"):
+        train(dataclasses.replace(run, init=str(tmp_path), out=tmp_path / "x"), quiet, quiet, quiet)

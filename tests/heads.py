@@ -14,13 +14,15 @@ import torch
 from foredraft.config import make_config
 from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.heads import HeadDrafter
+from foredraft.drafters.medusa import MedusaDrafter
 from foredraft.heads.checkpoint import make_head
-from foredraft.heads.recurrent import RecurrentHead
+from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.shape import HeadShape, shape_for
 from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.registry import drafter_class
 from foredraft.train.features import FeatureReader
+from foredraft.train.parallel import medusa_losses
 from foredraft.train.texts import Text
 from foredraft.train.unroll import Options, losses
 from foredraft.types import (
@@ -33,14 +35,15 @@ from foredraft.types import (
 )
 from tests.tiny import CONTEXT, VOCAB, engine, family_target, run
 
-HEAD_METHODS = ("eagle", "eagle3", "mtp")
+RECURRENT = ("eagle", "eagle3", "mtp")
+HEAD_METHODS = (*RECURRENT, "medusa")
 SIZE = 16
 
 
-def random_head(shape: HeadShape, seed: int = 0, words: list[int] | None = None) -> RecurrentHead:
+def random_head(shape: HeadShape, seed: int = 0, words: list[int] | None = None) -> Any:
     """Random weights, large enough that tokens and places matter."""
     torch.manual_seed(seed)
-    head = make_head(shape)
+    head = MedusaHead(shape) if shape.kind == "medusa" else make_head(shape)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if "norm" in name:
@@ -66,7 +69,7 @@ def sizes(vocab_size: int, num_layers: int = 2) -> Any:
     )
 
 
-def fake_drafter(method: str, vocab_size: int, max_model_len: int = 512) -> HeadDrafter:
+def fake_drafter(method: str, vocab_size: int, max_model_len: int = 512) -> Any:
     """A drafter with a random head, beside a target that is nothing but its two ends."""
     config = sizes(vocab_size)
     torch.manual_seed(3)
@@ -85,11 +88,11 @@ def fake_drafter(method: str, vocab_size: int, max_model_len: int = 512) -> Head
     cls = drafter_class(method)
     head = random_head(shape_for(config, method))
     made = cls(make_config(cls.Config, {}, method), context, head)
-    assert isinstance(made, HeadDrafter)
+    assert isinstance(made, HeadDrafter | MedusaDrafter)
     return made
 
 
-def observe_texts(drafter: HeadDrafter, segments: list[Segment], seed: int = 0) -> None:
+def observe_texts(drafter: Any, segments: list[Segment], seed: int = 0) -> None:
     """Show a drafter features of all that stands before each segment's root."""
     shown = []
     for segment in segments:
@@ -102,7 +105,12 @@ def observe_texts(drafter: HeadDrafter, segments: list[Segment], seed: int = 0) 
         request = dataclasses.replace(segment.request, speculation=speculation)
         shown.append(
             dataclasses.replace(
-                segment, request=request, start=0, num_rows=length - 1, is_decode=False
+                segment,
+                request=request,
+                token_ids=segment.token_ids[:-1],  # so that its last row is picked at
+                start=0,
+                num_rows=length - 1,
+                is_decode=False,
             )
         )
     counts = [segment.num_rows for segment in shown]
@@ -147,11 +155,11 @@ def tiny_texts() -> list[Text]:
 
 
 @functools.cache
-def _learnt(method: str, num_steps: int = 300) -> RecurrentHead:
+def _learnt(method: str, num_steps: int = 300) -> Any:
     target = family_target("llama", packs=False)
     shape = shape_for(target.model.config, method)
     torch.manual_seed(0)
-    head = make_head(shape)
+    head = MedusaHead(shape) if method == "medusa" else make_head(shape)
     reader = FeatureReader(target, shape.feature_layers, CONTEXT)
     embed = target.model.get_input_embeddings()
     weight = target.model.get_output_embeddings().weight.detach()
@@ -159,27 +167,27 @@ def _learnt(method: str, num_steps: int = 300) -> RecurrentHead:
     texts = tiny_texts()
     all_of_them = [reader.read(texts[first : first + 24]) for first in range(0, len(texts), 24)]
     for step in range(num_steps):
-        found = losses(
-            head, all_of_them[step % len(all_of_them)], embed, weight, Options(3, prompt_weight=0.1)
-        )
+        batch, options = all_of_them[step % len(all_of_them)], Options(3, prompt_weight=0.1)
+        if method == "medusa":
+            found = medusa_losses(head, batch, weight, options)
+        else:
+            found = losses(head, batch, embed, weight, options)
         found.total.backward()
         optimizer.step()
         optimizer.zero_grad()
     return head.eval()
 
 
-def learnt_head(method: str) -> RecurrentHead:
+def learnt_head(method: str) -> Any:
     """A head that has learnt what ``family_target("llama")`` writes; a copy of its own."""
     return copy.deepcopy(_learnt(method))
 
 
-def learnt_drafter(
-    method: str, target: Target, max_num_requests: int = 8, **options: Any
-) -> HeadDrafter:
+def learnt_drafter(method: str, target: Target, max_num_requests: int = 8, **options: Any) -> Any:
     context = DrafterContext(
         VOCAB, target.max_model_len, method=method, max_num_requests=max_num_requests, target=target
     )
     cls = drafter_class(method)
     made = cls(make_config(cls.Config, options, method), context, learnt_head(method))
-    assert isinstance(made, HeadDrafter)
+    assert isinstance(made, HeadDrafter | MedusaDrafter)
     return made

@@ -25,6 +25,7 @@ METHODS: dict[str, str] = {
     "draft-model": "foredraft.drafters.draft_model:DraftModelDrafter",
     "eagle": "foredraft.drafters.heads:EagleDrafter",
     "eagle3": "foredraft.drafters.heads:Eagle3Drafter",
+    "medusa": "foredraft.drafters.medusa:MedusaDrafter",
     "mtp": "foredraft.drafters.heads:MtpDrafter",
     "ngram": "foredraft.drafters.ngram:NgramDrafter",
     "lookahead": "foredraft.drafters.lookahead:LookaheadDrafter",

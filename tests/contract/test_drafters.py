@@ -14,6 +14,7 @@ from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.heads import HeadDrafter
+from foredraft.drafters.medusa import MedusaDrafter
 from foredraft.drafters.recycling import RecyclingDrafter
 from foredraft.drafters.synthetic import SyntheticDrafter
 from foredraft.engine.engine import Engine
@@ -82,7 +83,7 @@ def engine_for(method: str, target: Target, **options: Any) -> Engine:
 
 def acquaint(drafter: Drafter, segments: list[Segment], rng: np.random.Generator) -> None:
     """Tell a drafter that needs it how each text goes on, or what the target thinks of it."""
-    if isinstance(drafter, HeadDrafter) and segments:
+    if isinstance(drafter, HeadDrafter | MedusaDrafter) and segments:
         observe_texts(drafter, segments, int(rng.integers(1000)))
     if isinstance(drafter, RecyclingDrafter) and segments:
         ends = np.arange(len(segments) + 1)

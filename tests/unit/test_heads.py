@@ -29,6 +29,7 @@ from foredraft.train.texts import Text
 from foredraft.train.unroll import Options, losses
 from tests.heads import (
     HEAD_METHODS,
+    RECURRENT,
     SIZE,
     learnt_drafter,
     learnt_head,
@@ -299,7 +300,7 @@ def test_training_unrolls_what_drafting_does(shape: HeadShape) -> None:
     assert found.accepted.tolist() == survivors and found.counted.tolist() == counts
 
 
-@pytest.mark.parametrize("method", HEAD_METHODS)
+@pytest.mark.parametrize("method", RECURRENT)
 def test_chains_in_the_engine_are_the_heads_own(method: str) -> None:
     """What is drafted, in a batch, with prompts in chunks, is what the head says of the text."""
     target = family_target("llama")
@@ -366,7 +367,7 @@ def test_a_learnt_head_helps(method: str) -> None:
     assert lengths[0] > 1.5 and lengths[1] >= lengths[0]
 
 
-@pytest.mark.parametrize("method", HEAD_METHODS)
+@pytest.mark.parametrize("method", RECURRENT)
 def test_a_prefix_hit_loses_no_features(method: str) -> None:
     """Requests that begin alike begin with the rows of the one before them."""
     target = family_target("llama")

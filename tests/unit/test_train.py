@@ -14,7 +14,8 @@ import torch
 from foredraft import LLM
 from foredraft.cli.main import main as command
 from foredraft.errors import ConfigError, DataError, ModelLoadError
-from foredraft.heads.checkpoint import load_head, make_head
+from foredraft.heads.checkpoint import load_head, load_medusa, make_head
+from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.shape import shape_for
 from foredraft.model.loader import Target, prepare_target
 from foredraft.params import SamplingParams, SpeculationParams
@@ -56,8 +57,9 @@ def texts() -> list[Text]:
 
 def new_head(target: Target, kind: str = "eagle3", num_words: int | None = 64) -> Any:
     torch.manual_seed(0)
-    num_words = num_words if kind == "eagle3" else None
-    head = make_head(shape_for(target.model.config, kind, num_words))
+    num_words = num_words if kind in ("eagle3", "medusa") else None
+    shape = shape_for(target.model.config, kind, num_words, num_levels=3)
+    head = MedusaHead(shape) if kind == "medusa" else make_head(shape)
     if num_words is not None:
         head.d2t.copy_(torch.arange(num_words) * 4)
     begin_from_target(head, target)
@@ -175,7 +177,7 @@ def test_features_are_transformers_hidden_states(target: Target, texts: list[Tex
 # --------------------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "mtp"])
 def test_a_head_learns(kind: str, target: Target, texts: list[Text], tmp_path: Path) -> None:
     config = dataclasses.replace(
         QUICK, num_epochs=30, regression=0.05 if kind == "eagle" else 0.0, batch_tokens=256
@@ -190,7 +192,8 @@ def test_a_head_learns(kind: str, target: Target, texts: list[Text], tmp_path: P
     assert said[-1].loss < said[0].loss and said[-1].share > 0.9
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["steps"] == said[-1].step and record["held_out_survival"][0] > 0
-    again = load_head(tmp_path, target.model.config)
+    load = load_medusa if kind == "medusa" else load_head
+    again = load(tmp_path, target.model.config)
     assert again.shape == trainer.head.shape
 
 
@@ -252,8 +255,8 @@ def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_p
             dataclasses.replace(QUICK, **{name: value})
     with pytest.raises(ConfigError, match="there are 2 texts, of which num_held_out=2 are held"):
         Trainer(new_head(target), target, texts[:2], QUICK, tmp_path)
-    with pytest.raises(ConfigError, match="method is 'medusa'; allowed is one of eagle, eagle3"):
-        Run("medusa", "default", tmp_path, tmp_path, QUICK)
+    with pytest.raises(ConfigError, match="method is 'ngram'; allowed is one of eagle, eagle3"):
+        Run("ngram", "default", tmp_path, tmp_path, QUICK)
 
 
 # ------------------------------------------------------------------------------ command line

@@ -27,7 +27,7 @@ stopped goes on where it was. The head is then used with
 
 
 def train(
-    method: Annotated[str, typer.Argument(help="Which: eagle, eagle3 or mtp.")],
+    method: Annotated[str, typer.Argument(help="Which: eagle, eagle3, medusa or mtp.")],
     data: Annotated[Path, typer.Option(help="Prompts, a JSON-lines file.")],
     out: Annotated[Path, typer.Option(help="Folder of the head; a stopped run goes on in it.")],
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
@@ -43,7 +43,7 @@ def train(
         float, typer.Option(help="Answer for so long at most; 0 answers all.")
     ] = 0.0,
     draft_vocab_size: Annotated[
-        int, typer.Option(help="eagle3: words that it drafts; 0 is all of the target's.")
+        int, typer.Option(help="eagle3, medusa: words that are drafted; 0 is all.")
     ] = 8192,
     minutes: Annotated[
         float, typer.Option(help="Learn for so long; 0 goes by --num-epochs.")
@@ -51,7 +51,9 @@ def train(
     num_epochs: Annotated[int, typer.Option(help="Times that each text is learnt from.")] = 2,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,
     max_len: Annotated[int, typer.Option(help="Longest text, in tokens.")] = 512,
-    num_levels: Annotated[int, typer.Option(help="Levels of the training-time test.")] = 4,
+    num_levels: Annotated[
+        int, typer.Option(help="Levels of the training-time test; Medusa: heads.")
+    ] = 4,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 5e-4,
     prompt_weight: Annotated[float, typer.Option(help="Of prompts' tokens; answers' are 1.")] = 0.2,
     regression: Annotated[
@@ -65,7 +67,7 @@ def train(
         bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")
     ] = False,
 ) -> None:
-    """Train a head for a target: EAGLE (1 and 2), EAGLE-3 or MTP."""
+    """Train a head for a target: EAGLE (1 and 2), EAGLE-3, Medusa or MTP."""
     import json
 
     from rich.console import Console

@@ -2,8 +2,9 @@
 
 A folder holds ``config.json`` and ``model.safetensors``. Which layout it is follows from the names
 of its tensors: SafeAILab's and SpecForge's EAGLE-3 (``midlayer.*``), the speculators library's and
-vLLM's (``layers.0.*``), SafeAILab's EAGLE-1 (``fc``, ``layers.0.*``), foredraft's own MTP. A tensor
-that is missing, left over or of another shape is an error that names it.
+vLLM's (``layers.0.*``), SafeAILab's EAGLE-1 (``fc``, ``layers.0.*``), foredraft's own MTP. Medusa's
+(``0.0.linear.weight``) lie in ``medusa_lm_head.safetensors``. A tensor that is missing, left over
+or of another shape is an error that names it.
 
 Which of the target's layers EAGLE-3 reads is written down in two conventions: as inputs of layers
 (vLLM's top-level ``eagle_aux_hidden_state_layer_ids``, equal to indices into ``hidden_states``) or
@@ -22,9 +23,10 @@ import torch
 from foredraft.errors import ModelLoadError
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.mtp import MtpHead
 from foredraft.heads.recurrent import RecurrentHead
-from foredraft.heads.shape import HeadShape, default_feature_layers
+from foredraft.heads.shape import HeadShape, default_feature_layers, shape_for
 from foredraft.heads.trained import target_sizes
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ _CLASSES: dict[str, type[RecurrentHead]] = {
     "mtp": MtpHead,
 }
 _WEIGHTS = "model.safetensors"
+_MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 _CONFIG = "config.json"
+_PICKLES = ("pytorch_model.bin",)
 _LEFT_OUT = ("embed_tokens.weight", "t2d")
 """Tensors that a reader has no need of: the target's embedding, and what ``d2t`` says already."""
 
@@ -44,6 +48,28 @@ _LEFT_OUT = ("embed_tokens.weight", "t2d")
 def make_head(shape: HeadShape) -> RecurrentHead:
     """A head of a shape, with random weights."""
     return _CLASSES[shape.kind](shape)
+
+
+def load_medusa(
+    folder: str | Path, target: PretrainedConfig, dtype: torch.dtype = torch.float32
+) -> MedusaHead:
+    """Read Medusa heads that were made for a target; arguments and errors as ``load_head``."""
+    folder = Path(folder)
+    _, tensors = _read(folder, (_MEDUSA_WEIGHTS, _WEIGHTS))
+    levels = {name.split(".")[0] for name in tensors if name.endswith(".1.weight")}
+    if not levels or "0.1.weight" not in tensors:
+        raise ModelLoadError(
+            f"{folder} holds no Medusa heads; these have tensors 0.0.linear.weight, "
+            "0.0.linear.bias, 0.1.weight, 1.0.linear.weight and so on."
+        )
+    shape = shape_for(target, "medusa", int(tensors["0.1.weight"].shape[0]), num_levels=len(levels))
+    head = MedusaHead(shape)
+    d2t = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    _check(folder, head.state_dict(), tensors)
+    head.load_state_dict(tensors)
+    _take_words(folder, head, d2t)
+    return head.to(dtype).eval()
 
 
 def load_head(
@@ -75,17 +101,23 @@ def load_head(
         )
     _check(folder, head.state_dict(), tensors)
     head.load_state_dict(tensors)
-    if shape.has_own_words:
-        if d2t is None:
-            raise ModelLoadError(
-                f"{folder} drafts {shape.draft_vocab_size} of {shape.vocab_size} words and has no "
-                "tensor d2t, which says which; it is incomplete."
-            )
-        head.d2t.copy_(_checked_words(folder, d2t, shape))
+    _take_words(folder, head, d2t)
     return head.to(dtype).eval()
 
 
-def save_head(head: RecurrentHead, folder: str | Path, name: str, target: Any) -> None:
+def _take_words(folder: Path, head: RecurrentHead | MedusaHead, d2t: torch.Tensor | None) -> None:
+    shape = head.shape
+    if not shape.has_own_words:
+        return
+    if d2t is None:
+        raise ModelLoadError(
+            f"{folder} drafts {shape.draft_vocab_size} of {shape.vocab_size} words and has no "
+            "tensor d2t, which says which; it is incomplete."
+        )
+    head.d2t.copy_(_checked_words(folder, d2t, shape))
+
+
+def save_head(head: RecurrentHead | MedusaHead, folder: str | Path, name: str, target: Any) -> None:
     """Write a head: bfloat16 weights, in SpecForge's and SafeAILab's layout.
 
     The weights come before the config, each by way of a new file, so that what is half written is
@@ -109,8 +141,9 @@ def save_head(head: RecurrentHead, folder: str | Path, name: str, target: Any) -
         is_drafted = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
         is_drafted[head.target_ids.cpu()] = True
         tensors |= {"d2t": head.d2t.cpu().clone(), "t2d": is_drafted}
-    save_file(tensors, folder / f"{_WEIGHTS}.new", metadata={"format": "pt"})
-    (folder / f"{_WEIGHTS}.new").replace(folder / _WEIGHTS)
+    weights = _MEDUSA_WEIGHTS if head.shape.kind == "medusa" else _WEIGHTS
+    save_file(tensors, folder / f"{weights}.new", metadata={"format": "pt"})
+    (folder / f"{weights}.new").replace(folder / weights)
     text = json.dumps(config_of(head.shape, name, target), indent=2, sort_keys=True)
     (folder / f"{_CONFIG}.new").write_text(text + "\n", encoding="utf-8")
     (folder / f"{_CONFIG}.new").replace(folder / _CONFIG)
@@ -122,6 +155,7 @@ def config_of(shape: HeadShape, name: str, target: Any) -> dict[str, Any]:
         "eagle": "LlamaForCausalLMEagle",
         "eagle3": "LlamaForCausalLMEagle3",
         "mtp": "ForedraftMtp",
+        "medusa": "MedusaModel",
     }
     found: dict[str, Any] = {
         "architectures": [names[shape.kind]],
@@ -149,6 +183,12 @@ def config_of(shape: HeadShape, name: str, target: Any) -> dict[str, Any]:
     }
     if shape.kind == "eagle":
         found["bias"] = shape.has_fc_bias
+    if shape.kind == "medusa":
+        found |= {
+            "medusa_num_heads": shape.num_levels,
+            "medusa_num_layers": 1,
+            "base_model_name_or_path": name,
+        }
     if shape.kind == "mtp":
         found["hidden_first"] = shape.hidden_first
     if shape.kind == "eagle3":
@@ -165,7 +205,9 @@ def config_of(shape: HeadShape, name: str, target: Any) -> dict[str, Any]:
     return found
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(
+    folder: Path, names: tuple[str, ...] = (_WEIGHTS,)
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -179,25 +221,28 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise ModelLoadError(f"{folder / _CONFIG} cannot be read ({error}).") from error
     if not isinstance(config, dict):
         raise ModelLoadError(f"{folder / _CONFIG} is no JSON object.")
-    if (folder / _WEIGHTS).is_file():
+    for weights in names:
+        if not (folder / weights).is_file():
+            continue
         try:
-            return config, load_file(folder / _WEIGHTS)
+            return config, load_file(folder / weights)
         except (OSError, SafetensorError) as error:
-            raise ModelLoadError(f"{folder / _WEIGHTS} cannot be read ({error}).") from error
-    pickled = folder / "pytorch_model.bin"
-    if not pickled.is_file():
-        raise ModelLoadError(f"{folder} holds no {_WEIGHTS}; the head's weights are missing.")
+            raise ModelLoadError(f"{folder / weights} cannot be read ({error}).") from error
+    pickles = ("medusa_lm_head.pt", "pytorch_model.bin") if len(names) > 1 else _PICKLES
+    pickled = next((folder / name for name in pickles if (folder / name).is_file()), None)
+    if pickled is None:
+        raise ModelLoadError(f"{folder} holds no {names[0]}; the head's weights are missing.")
     try:
         tensors = torch.load(pickled, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle raises what it likes
         raise ModelLoadError(
             f"{pickled} holds more than weights, or is damaged ({type(error).__name__}), and a "
-            f"pickle can run anything; convert it to {_WEIGHTS} where you trust it."
+            f"pickle can run anything; convert it to {names[0]} where you trust it."
         ) from error
     if not isinstance(tensors, dict) or not all(
         isinstance(tensor, torch.Tensor) for tensor in tensors.values()
     ):
-        raise ModelLoadError(f"{pickled} is no table of tensors; convert it to {_WEIGHTS}.")
+        raise ModelLoadError(f"{pickled} is no table of tensors; convert it to {names[0]}.")
     return config, tensors
 
 

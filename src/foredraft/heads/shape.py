@@ -16,10 +16,10 @@ KINDS = ("eagle", "eagle3", "mtp", "medusa")
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes and choices of a head that has one layer and is run again for every level.
+    """Sizes and choices of a head: of one layer, run again for every level, or of Medusa's.
 
     Attributes:
-        kind: ``eagle`` (EAGLE-1 and 2), ``eagle3`` or ``mtp``.
+        kind: ``eagle`` (EAGLE-1 and 2), ``eagle3``, ``mtp`` or ``medusa``, which has no layer.
         hidden_size: Of the head.
         intermediate_size: Of its feed-forward layer.
         num_heads: Query heads.
@@ -39,6 +39,7 @@ class HeadShape:
         norm_before_residual: EAGLE-3: the residual is the normalised hidden state.
         norm_before_fc: EAGLE-3: features are normalised together before ``fc``.
         fc_norm: EAGLE-3: features are normalised one by one before ``fc``.
+        num_levels: Medusa: heads, each for a token further ahead; 0 for others.
         hidden_first: MTP: the projection reads the hidden state and then the embedding.
     """
 
@@ -62,6 +63,7 @@ class HeadShape:
     norm_before_fc: bool = False
     fc_norm: bool = False
     hidden_first: bool = False
+    num_levels: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
@@ -71,6 +73,11 @@ class HeadShape:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; allowed is an integer of 1 or more.")
+        if (self.num_levels > 0) != (self.kind == "medusa"):
+            raise ConfigError(
+                f"num_levels is {self.num_levels} for kind {self.kind!r}; allowed is 1 or more for "
+                "'medusa', and 0 for others."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads is {self.num_heads} and num_kv_heads {self.num_kv_heads}; allowed is a "
@@ -142,14 +149,16 @@ def shape_for(
     kind: str,
     draft_vocab_size: int | None = None,
     feature_layers: tuple[int, ...] | None = None,
+    num_levels: int = 4,
 ) -> HeadShape:
     """The shape of a new head for a target: sizes of one of the target's own layers.
 
     Args:
         config: The target's Transformers config.
-        kind: ``eagle``, ``eagle3`` or ``mtp``.
+        kind: ``eagle``, ``eagle3``, ``mtp`` or ``medusa``.
         draft_vocab_size: Words that it drafts; ``None`` takes all.
         feature_layers: As in ``HeadShape``; ``None`` takes the method's own.
+        num_levels: Medusa's heads.
 
     Raises:
         ConfigError: The target's config lacks a size.
@@ -183,4 +192,5 @@ def shape_for(
         max_positions=int(getattr(config, "max_position_embeddings", 2048)),
         rope=rope,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
+        num_levels=num_levels if kind == "medusa" else 0,
     )

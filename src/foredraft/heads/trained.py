@@ -27,7 +27,7 @@ def shipped_head(kind: str, target: Any) -> str | None:
                 config = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 continue
-            if not (path.parent / "model.safetensors").is_file():
+            if not any(path.parent.glob("*.safetensors")):
                 continue
             made_for = config.get("target_sizes") or {}
             if made_for and made_for == target_sizes(target):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.model.loader import Target
 from foredraft.train.texts import Text
@@ -32,11 +33,17 @@ def choose_words(texts: Iterable[Text], num_words: int, vocab_size: int) -> torc
 
 
 @torch.no_grad()
-def begin_from_target(head: RecurrentHead, target: Target) -> None:
+def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
     """Give an EAGLE-3 head the target's last layer, its norm and its output rows to begin with.
 
-    Other heads begin from random weights but for the layer. What does not fit is left as it is.
+    Medusa heads get the output rows; other heads begin from random weights but for the layer. What
+    does not fit is left as it is.
     """
+    if isinstance(head, MedusaHead):
+        rows = target.model.get_output_embeddings().weight[head.target_ids]
+        for one in head:
+            _copy(one[1].weight, rows)  # type: ignore[index]
+        return
     layer = _last_layer(target.model)
     if layer is None:
         return

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError
-from foredraft.heads.checkpoint import load_head, make_head
+from foredraft.heads.checkpoint import load_head, load_medusa, make_head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.shape import shape_for
 from foredraft.model.loader import load_target
 from foredraft.train.begin import begin_from_target, choose_words
 from foredraft.train.texts import Text, answer, answered, data_hash, read_prompts
 from foredraft.train.trainer import Progress, TrainConfig, Trainer
 
-METHODS = ("eagle", "eagle3", "mtp")
+METHODS = ("eagle", "eagle3", "medusa", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Run:
     """What to train, on what, to where.
 
     Attributes:
-        method: ``eagle``, ``eagle3`` or ``mtp``.
+        method: ``eagle``, ``eagle3``, ``medusa`` or ``mtp``.
         model: The target.
         data: A JSON-lines file of prompts.
         out: Folder of the head; a run that was stopped goes on in it.
@@ -35,7 +37,7 @@ class Run:
         answer_tokens: Most tokens of an answer.
         answer_minutes: Answer for so long at most, 0 until all are answered; below 0 takes those
             that there are.
-        draft_vocab_size: EAGLE-3: words that it drafts; 0 takes all of the target's.
+        draft_vocab_size: EAGLE-3 and Medusa: words that are drafted; 0 takes all of the target's.
         device: As for the engine.
         train: Options of the loop.
     """
@@ -80,10 +82,12 @@ def train(
     texts = _texts(run, prompts, tell_answers, say)
     say("Loading the target to read its features.")
     target = load_target(EngineConfig(run.model, "float32", run.device), say, packs=False)
-    num_words = run.draft_vocab_size if run.method == "eagle3" else 0
+    num_words = run.draft_vocab_size if run.method in ("eagle3", "medusa") else 0
     num_words = min(num_words or target.vocab_size, target.vocab_size)
+    head: RecurrentHead | MedusaHead
     if run.init:
-        head = load_head(run.init, target.model.config)
+        load = load_medusa if run.method == "medusa" else load_head
+        head = load(run.init, target.model.config)
         if head.shape.kind != run.method:
             raise ConfigError(
                 f"{run.init} is a head of kind {head.shape.kind!r}, and method is {run.method!r}."
@@ -92,7 +96,10 @@ def train(
         import torch
 
         torch.manual_seed(run.train.seed)
-        head = make_head(shape_for(target.model.config, run.method, num_words))
+        shape = shape_for(
+            target.model.config, run.method, num_words, num_levels=run.train.num_levels
+        )
+        head = MedusaHead(shape) if run.method == "medusa" else make_head(shape)
         if head.shape.has_own_words:
             head.d2t.copy_(choose_words(texts, num_words, target.vocab_size))
         begin_from_target(head, target)

@@ -21,10 +21,12 @@ import torch
 
 from foredraft.errors import ConfigError, MissingExtraError
 from foredraft.heads.checkpoint import save_head
+from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.train.features import Batch, FeatureReader
+from foredraft.train.parallel import medusa_losses
 from foredraft.train.texts import Text, batches
-from foredraft.train.unroll import Options, losses
+from foredraft.train.unroll import Losses, Options, losses
 
 if TYPE_CHECKING:
     from foredraft.model.loader import Target
@@ -120,7 +122,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: RecurrentHead,
+        head: RecurrentHead | MedusaHead,
         target: Target,
         texts: Sequence[Text],
         config: TrainConfig,
@@ -145,8 +147,9 @@ class Trainer:
         self._target = target
         self._held_out = list(texts[-config.num_held_out :])
         self._texts = list(texts[: -config.num_held_out])
+        num_levels = head.shape.num_levels or config.num_levels  # Medusa has as many as heads
         self._options = Options(
-            config.num_levels, prompt_weight=config.prompt_weight, regression=config.regression
+            num_levels, prompt_weight=config.prompt_weight, regression=config.regression
         )
         self._reader = FeatureReader(target, head.shape.feature_layers, config.max_len)
         self._embed = target.model.get_input_embeddings()
@@ -209,13 +212,8 @@ class Trainer:
         num_levels = self._options.num_levels
         accepted, counted = torch.zeros(num_levels), torch.zeros(num_levels)
         for batch in batches(self._held_out, self.config.batch_tokens, self.config.max_len, rng):
-            found = losses(
-                self.head,
-                self._reader.read(batch),
-                self._embed,
-                self._output_weight,
-                dataclasses.replace(self._options, prompt_weight=0.0),
-            )
+            options = dataclasses.replace(self._options, prompt_weight=0.0)
+            found = self._losses(self._reader.read(batch), options)
             size = len(found.accepted)  # short texts have fewer levels
             accepted[:size] += found.accepted.cpu()
             counted[:size] += found.counted.cpu()
@@ -273,6 +271,12 @@ class Trainer:
             return min(1.0, self.elapsed_s / (60 * self.config.minutes))
         return (epoch + number / num_batches) / self.config.num_epochs
 
+    def _losses(self, batch: Batch, options: Options) -> Losses:
+        head = self._accelerator.unwrap_model(self.head)
+        if isinstance(head, MedusaHead):
+            return medusa_losses(head, batch, self._output_weight, options)
+        return losses(head, batch, self._embed, self._output_weight, options)
+
     def _learn(self, batch: Batch, share: float) -> float:
         """One step."""
         warm_up = self.config.warm_up
@@ -283,8 +287,7 @@ class Trainer:
             scale = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
         for group in self._optimizer.param_groups:
             group["lr"] = self.config.learning_rate * scale
-        head = self._accelerator.unwrap_model(self.head)
-        found = losses(head, batch, self._embed, self._output_weight, self._options)
+        found = self._losses(batch, self._options)
         self._accelerator.backward(found.total)
         self._accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
         self._optimizer.step()

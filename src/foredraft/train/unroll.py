@@ -100,10 +100,10 @@ def losses(
             logits = functional.linear(teacher[rows].to(output_weight.dtype), own_words).float()
             law = torch.softmax(logits, dim=-1)
         per_row = torch.logsumexp(student, dim=-1) - (law * student).sum(dim=-1)
-        value = _mean(per_row, weight[rows])
+        value = mean(per_row, weight[rows])
         if options.regression:
             distance = functional.smooth_l1_loss(hidden.float(), teacher, reduction="none").mean(-1)
-            value = 0.1 * value + options.regression * _mean(distance, weight)
+            value = 0.1 * value + options.regression * mean(distance, weight)
         level_weight = options.decay**level
         total = total + level_weight * value
         weight_of_all += level_weight
@@ -116,7 +116,7 @@ def losses(
     return Losses(total / weight_of_all, torch.stack(accepted), torch.stack(counted))
 
 
-def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted mean."""
     return (values * weights).sum() / weights.sum().clamp(min=1.0)
 

@@ -17,6 +17,7 @@ import typer
 
 from foredraft.cli.bench import bench
 from foredraft.cli.generate import generate
+from foredraft.cli.heads import app as heads
 from foredraft.cli.plan import plan
 from foredraft.cli.profile import profile
 from foredraft.cli.train import train
@@ -40,6 +41,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
+app.add_typer(heads)
 
 
 def _show_version(is_asked: bool) -> None:

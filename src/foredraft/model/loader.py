@@ -144,6 +144,22 @@ def load_target(
     return target
 
 
+def target_config(name: str, notify: Callable[[str], None] = _LOG.info) -> PretrainedConfig:
+    """The Transformers config of the model that a name stands for; no weights are read.
+
+    Raises:
+        ModelLoadError: There is no such model.
+    """
+    source = resolve_source(name, _resolve_dtype("auto", torch.device("cpu")), notify)
+    offline = None if Path(source).is_dir() else why_offline()
+    options = {
+        "trust_remote_code": False,
+        "local_files_only": Path(source).is_dir() or offline is not None,
+    }
+    with _quiet_transformers():
+        return _read_config(source, options, offline)
+
+
 def prepare_target(
     name: str,
     model: PreTrainedModel,

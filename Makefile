@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format types imports check bench-decode bench-adapt bench-drafters bench-batch clean distclean
+.PHONY: help install demo test test-slow lint format types imports check bench-decode bench-adapt bench-drafters bench-batch bench-heads clean distclean
 
 help: ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench-drafters: $(STAMP) ## Replay recorded answers through the methods that nee
 
 bench-batch: $(STAMP) ## Serve many requests at once, plain and auto, beside Transformers
 	$(BIN)/foredraft bench batch --rounds 3 $(ARGS)
+
+bench-heads: $(STAMP) ## Measure the heads that ship on Spec-Bench's questions
+	$(BIN)/foredraft bench heads --rounds 5 $(ARGS)
 
 clean: ## Remove caches and build outputs (not .venv)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foredraft.bench import adapt, drafters, replay
+from foredraft.bench import adapt, drafters, heads, replay
 from foredraft.bench.streams import Stream, find_questions
 from foredraft.errors import InvalidRequestError
+from foredraft.heads.checkpoint import save_head
+from foredraft.heads.shape import shape_for
 from foredraft.plan.trace import read_trace
+from tests.folders import make_folder
+from tests.heads import random_head
 
 
 def _streams(num: int) -> list[Stream]:
@@ -151,3 +155,42 @@ def test_bench_adapt_on_the_embedded_model(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     assert {trace.num_requests for trace in read_trace(path)} == {1, 2}
+
+
+def test_the_bench_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are what they are called: every side writes the same number of tokens."""
+    from foredraft.model.loader import target_config
+
+    model = make_folder(tmp_path / "model")
+    config = target_config(str(model))
+    folders = {}
+    for kind in ("eagle3", "medusa"):
+        save_head(random_head(shape_for(config, kind)), tmp_path / kind, "test", config)
+        folders[kind] = str(tmp_path / kind)
+    data = tmp_path / "question.jsonl"
+    lines = [json.dumps({"turns": [f"one two {i} three", "more"]}) for i in range(20)]
+    data.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(heads, "_PER_ROUND", 3)
+    monkeypatch.setattr(heads, "_NUM_TOKENS", 12)
+    with pytest.raises(InvalidRequestError, match="name one with --head METHOD=FOLDER"):
+        heads.run(str(model), 1, data)
+    report = heads.run(str(model), 1, data, folders)
+    assert [(one["batch"], one["temperature"]) for one in report["cells"]] == [
+        (1, 0.0),
+        (1, 1.0),
+        (8, 0.0),
+        (8, 1.0),
+    ]
+    for cell in report["cells"]:
+        assert cell["num_questions"] == 3 and cell["speedup"]["none"] == 1
+        assert cell["speedup"].keys() == {
+            *("none", "eagle3", "eagle3 chain", "medusa", "medusa chain", "auto")
+        }
+        for one in cell["accepted"].values():
+            assert one["acceptance_length"] >= 1
+            assert one["survival"] == sorted(one["survival"], reverse=True)
+    summary = report["summary"]
+    for kind in folders:
+        assert summary[f"{kind}_draft_step_cost"] > 0
+        assert 0 <= summary[f"{kind}_first_position_acceptance"] <= 1
+        assert summary[f"{kind}_speedup"] > 0 and summary[f"{kind}_acceptance_length"] >= 1

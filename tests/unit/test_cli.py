@@ -567,7 +567,9 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["bench", "decode", "--rounds", "0"], "rounds is 0"),
     (["bench", "decode", "--model", "/no/such"], "no file or folder"),
     (["bench", "decode", "--out", "/no/such/file.json"], "no folder /no/such"),
-    (["bench", "decode", "--data", "x.jsonl"], "--data is for the bench drafters"),
+    (["bench", "decode", "--head", "eagle3=x"], "--head is for the bench heads"),
+    (["bench", "heads", "--head", "x"], "--head is 'x'; allowed is METHOD=FOLDER"),
+    (["bench", "decode", "--data", "x.jsonl"], "--data is for the benches drafters and heads"),
     (["bench", "drafters", "--trace", "x.jsonl"], "--trace is for the benches decode and adapt"),
     (["bench", "decode", "--out", "/"], "--out is /, that is a folder"),
 ]

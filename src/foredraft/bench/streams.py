@@ -63,6 +63,13 @@ def find_questions(data: Path | None) -> Path:
     )
 
 
+def questions_of(path: Path, num_questions: int) -> list[str]:
+    """First turns of questions spread evenly over the file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    places = np.linspace(0, len(lines) - 1, num_questions).astype(int)
+    return [str(json.loads(lines[place])["turns"][0]) for place in places]
+
+
 def streams(
     llm: LLM, data: Path | None, num_questions: int, num_tokens: int, tell: Callable[[str], None]
 ) -> list[Stream]:

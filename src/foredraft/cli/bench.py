@@ -13,15 +13,21 @@ from foredraft.errors import InvalidRequestError
 from foredraft.model.source import find_source
 from foredraft.plan.trace import append_trace
 
-_BENCHES = ("decode", "adapt", "drafters", "batch")
+_BENCHES = ("decode", "adapt", "drafters", "batch", "heads")
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="Which: decode, adapt, drafters or batch.")],
+    name: Annotated[str, typer.Argument(help="Which: decode, adapt, drafters, batch or heads.")],
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are shown.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON line to this file.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Spec-Bench's questions, for drafters.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Spec-Bench's questions, for drafters and heads.")
+    ] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(help="METHOD=FOLDER, a head to measure; may be given again. For heads."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -38,10 +44,15 @@ def bench(
         raise InvalidRequestError(f"bench is {name!r}; allowed is one of {', '.join(_BENCHES)}.")
     if rounds < 1:
         raise InvalidRequestError(f"rounds is {rounds}; allowed is an integer of 1 or more.")
-    if data is not None and name != "drafters":
+    if data is not None and name not in ("drafters", "heads"):
         raise InvalidRequestError(
-            f"--data is for the bench drafters, and this is {name!r}; leave it out."
+            f"--data is for the benches drafters and heads, and this is {name!r}; leave it out."
         )
+    if head and name != "heads":
+        raise InvalidRequestError(
+            f"--head is for the bench heads, and this is {name!r}; leave it out."
+        )
+    folders = dict(map(_head, head or []))
     if trace is not None and name not in ("decode", "adapt"):
         raise InvalidRequestError(
             f"--trace is for the benches decode and adapt, and this is {name!r}; leave it out."
@@ -59,6 +70,7 @@ def bench(
         "decode": {"trace": record},
         "adapt": {"trace": record},
         "drafters": {"data": data},
+        "heads": {"data": data, "heads": folders},
     }
     report = importlib.import_module(f"foredraft.bench.{name}").run(
         model, rounds, **options.get(name, {})
@@ -67,3 +79,15 @@ def bench(
     if out is not None:
         out.write_text(line + "\n", encoding="utf-8")
     typer.echo(line)
+
+
+def _head(given: str) -> tuple[str, str]:
+    """METHOD=FOLDER taken apart."""
+    from foredraft.heads.shape import KINDS
+
+    method, sign, folder = given.partition("=")
+    if not sign or method not in KINDS or not folder:
+        raise InvalidRequestError(
+            f"--head is {given!r}; allowed is METHOD=FOLDER, METHOD one of {', '.join(KINDS)}."
+        )
+    return method, folder

@@ -6,6 +6,7 @@ common beginnings save, and what memory comes to, is measured beside it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import time
@@ -19,6 +20,7 @@ import torch
 from foredraft.bench import harness, workloads
 from foredraft.bench.sides import settle
 from foredraft.config import EngineConfig
+from foredraft.control.cost_table import CostTable
 from foredraft.engine.engine import Engine
 from foredraft.engine.llm import LLM
 from foredraft.engine.request_state import RequestState
@@ -96,13 +98,19 @@ def _cell(
     ids = [llm.encode(prompts[index % len(prompts)]) for index in range(num_requests)]
     latencies: dict[str, list[float]] = {name: [] for name in _SIDES}
     firsts: dict[str, list[float]] = {name: [] for name in _SIDES}
-    # Each side has an engine of its own, and learns from its own requests alone.
+    # Each side has an engine of its own, and a new one every round: what it learns is of the
+    # requests of this round alone. What passes cost here is known from the first.
     config = EngineConfig(max_num_requests=concurrency, reuse_prefixes=False)
-    engines = {name: Engine(config, target=llm.engine.target) for name in _SIDES}
+    tables: dict[str, CostTable] = {}
 
     def ours(name: str) -> float:
+        engine = Engine(config, target=llm.engine.target)
+        if name in tables:
+            engine.controller.cost_table = copy.deepcopy(tables[name])
         started = time.perf_counter()
-        states = _serve(engines[name], ids, _SIDES[name])
+        states = _serve(engine, ids, _SIDES[name])
+        if engine.controller.cost_table is not None:
+            tables.setdefault(name, engine.controller.cost_table)
         seconds = time.perf_counter() - started
         latencies[name] += [state.stats.elapsed_s for state in states]
         firsts[name] += [state.stats.first_token_s for state in states]

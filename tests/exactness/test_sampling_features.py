@@ -137,8 +137,15 @@ def test_every_feature_changes_some_text(feature: str) -> None:
         assert plain(feature, temperature) != without
 
 
+DRAFTING = [
+    pytest.param(method, marks=[pytest.mark.slow] if method in ("eagle", "medusa", "mtp") else [])
+    for method in ("half", "tree", *METHODS)
+]
+"""Of the heads, which share what matters here, the default run takes one."""
+
+
 @pytest.mark.parametrize("batch", ["alone", "ragged"])
-@pytest.mark.parametrize("method", ["half", "tree", *METHODS])
+@pytest.mark.parametrize("method", DRAFTING)
 @pytest.mark.parametrize("temperature", TEMPERATURES[:2])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_text_is_plain_decodings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,34 @@ def test_prompts_are_read_beside_the_target() -> None:
     assert len(own._cache._states[name].ids) == 15  # a chunk of 16, but for its last
     the_engine.abort(name)
     assert not own._cache._states
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_what_was_read_of_an_ended_text_is_not_read_again(num_slots: int) -> None:
+    """As with the target's own keys and values: copied, or gone on with where slots are few."""
+    own = drafter(near_target(), max_num_requests=num_slots)
+    the_engine = engine(family_target("llama"), {METHOD: own}, reuse_prefixes=True)
+    rows = 0
+    forward = own._cache._runner.forward
+
+    def count(plan: Any, drafts: Any) -> Any:
+        nonlocal rows
+        rows += sum(segment.num_rows for segment in plan.segments)
+        return forward(plan, drafts)
+
+    own._cache._runner.forward = count  # type: ignore[method-assign]
+    shared = np.resize(np.arange(3, 50), 120).tolist()
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    texts, counts = [], []
+    for tail in ([], [7, 8], [9]):
+        before = rows
+        texts.append(run(the_engine, [[*shared, *tail]], sampling, SpeculationParams(METHOD, 4))[0])
+        counts.append(rows - before)
+    assert counts[0] > 120 and max(counts[1:]) < 70
+    plain = engine(family_target("llama"))
+    for tail, text in zip(([], [7, 8], [9]), texts, strict=True):
+        assert run(plain, [[*shared, *tail]], sampling, SpeculationParams("none"))[0] == text
+    assert own._cache._cache.num_free_slots + len(own._cache._ended) == num_slots
 
 
 def test_where_a_draft_may_not_pay_the_prompt_waits_for_the_first_draft() -> None:

@@ -4,6 +4,9 @@ Nothing is rolled back. Before a request drafts, the text that it has now is com
 in the cache: the committed tokens, and behind them the draft of the last time. What agrees stays,
 rows of an accepted branch are moved into place, and what is missing is read, in the same pass that
 drafts where it is short, in passes of its own where it is long.
+
+Texts that have ended are kept until their slots are wanted, so that a request that begins alike
+begins with what was read of them, as it does in the target's own cache.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ _SHORT = 8
 
 _MOST_ROWS = 512
 """Rows of a pass that reads alone."""
+
+_WORTH_KEEPING = 32
+"""Tokens that two texts must have in common for one to begin from the other."""
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -100,6 +106,7 @@ class DraftCache:
         )
         self._runner = Runner(model, self._cache)
         self._states: dict[str, DraftState] = {}
+        self._ended: list[DraftState] = []  # the one used longest ago first
         self.max_len = model.max_model_len
 
     @property
@@ -174,40 +181,68 @@ class DraftCache:
         return out.logits[torch.from_numpy(rows).to(out.logits.device)]
 
     def forget(self, request_id: str) -> None:
-        """Give a request's slot back."""
+        """Keep what was read of a request for others that begin alike."""
         state = self._states.pop(request_id, None)
-        if state is not None:
+        if state is None:
+            return
+        if len(state.ids) < _WORTH_KEEPING:
             self._cache.free(state.slot)
+            return
+        state.nodes = state.parents = _NONE
+        self._cache.shorten(state.slot, len(state.ids))
+        self._ended.append(state)
 
     def _reading(self, segment: Segment, names: set[str]) -> Reading | None:
         name = segment.request.request_id
         state = self._states.pop(name, None)
-        if state is None:
-            if not self._cache.num_free_slots:
-                self._make_room(names)
-            if not self._cache.num_free_slots:
-                return None
-            state = DraftState(self._cache.allocate())
-        self._states[name] = state  # the last one used is the last one here
+        context = Context() if state is None else state.context
         end = segment.start + segment.num_rows
-        ids = self._vocabulary.context(state.context, segment.token_ids[:end])
+        ids = self._vocabulary.context(context, segment.token_ids[:end])
+        if state is None:
+            state = self._new_state(context, ids, names)
+            if state is None:
+                return None
+        self._states[name] = state  # the last one used is the last one here
         if not 0 < len(ids) < self.max_len:
             return None
         self._keep(state, ids)
         return Reading(segment.request, state, ids)
 
+    def _new_state(self, context: Context, ids: Int64Array, names: set[str]) -> DraftState | None:
+        """A slot for a request, begun as an ended text began; ``None`` where there is none."""
+        source, num_same = None, _WORTH_KEEPING - 1
+        for ended in self._ended:
+            num_alike = _num_alike(ended.ids, ids)
+            if num_alike > num_same:
+                source, num_same = ended, num_alike
+        if source is not None:
+            self._ended.remove(source)
+            if not self._cache.num_free_slots:  # it goes on in its place
+                return DraftState(source.slot, context, source.ids[:num_same].copy())
+            self._ended.append(source)
+        if not self._cache.num_free_slots:
+            self._make_room(names)
+        if not self._cache.num_free_slots:
+            return None
+        state = DraftState(self._cache.allocate(), context)
+        if source is not None:
+            self._cache.copy_rows(source.slot, state.slot, num_same)
+            state.ids = source.ids[:num_same].copy()
+        return state
+
     def _make_room(self, names: set[str]) -> None:
-        """Forget the request that has drafted nothing for longest, but none of some."""
-        for name in self._states:
-            if name not in names:
-                self.forget(name)
+        """Forget what was used longest ago: an ended text, else a request, but none of some."""
+        if not self._ended:
+            idle = next((name for name in self._states if name not in names), None)
+            if idle is None:
                 return
+            self._cache.free(self._states.pop(idle).slot)
+            return
+        self._cache.free(self._ended.pop(0).slot)
 
     def _keep(self, state: DraftState, ids: Int64Array) -> None:
         """Keep of a request's rows those that its text still holds."""
-        both = min(len(state.ids), len(ids))
-        differs = state.ids[:both] != ids[:both]
-        num_same = int(np.argmax(differs)) if differs.any() else both
+        num_same = _num_alike(state.ids, ids)
         if num_same == len(state.ids) and len(state.nodes):
             path = _path(state.nodes, state.parents, ids[num_same:])
             places = np.arange(1, len(path) + 1)
@@ -247,6 +282,13 @@ class DraftCache:
             self._runner.forward(StepPlan(tuple(segments)), DraftBatch.empty(len(segments)))
             for state, ids in states:
                 state.ids = ids
+
+
+def _num_alike(one: Int64Array, other: Int64Array) -> int:
+    """With how many tokens two texts begin alike."""
+    both = min(len(one), len(other))
+    differs = one[:both] != other[:both]
+    return int(np.argmax(differs)) if differs.any() else both
 
 
 def _goes_on(branch: Branch) -> bool:

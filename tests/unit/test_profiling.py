@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from foredraft import LLM, SamplingParams, SpeculationParams
 from foredraft.cli.main import main
-from foredraft.engine import profiling
+from foredraft.engine import measure, profiling
 from foredraft.engine.measure import (
     bends,
     prepared_requests,
@@ -361,3 +362,35 @@ def test_figures_of_a_run(folder: Path, cache: Path) -> None:
     assert live.num_tokens == 30 and live.num_steps == stats.num_verify_steps + 1
     assert live.recent_speedup is not None and live.recent_predicted_speedup is not None
     assert live.num_wasted_tokens == stats.num_wasted_tokens
+
+
+def test_every_batch_is_timed_however_slow_one_request_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sixteen requests cost is not told by what one costs, times sixteen."""
+    now = 0.0
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: now))
+
+    class Slow:
+        def __init__(self, *args: object) -> None:
+            pass
+
+        def __enter__(self) -> Callable[..., float]:
+            def seconds(num_rows: int, *, is_even: bool = True) -> float:
+                nonlocal now
+                now += 0.06
+                return 0.06
+
+            return seconds
+
+        def __exit__(self, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(measure, "prepared_requests", Slow)
+    the_engine = engine(family_target("llama"), max_num_requests=16)
+    passes, _ = measure.quick_times(the_engine.runner, the_engine.cache)
+    found: dict[tuple[int, int], set[int]] = {}
+    for one in passes:
+        found.setdefault((one.num_requests, one.context), set()).add(one.num_rows)
+    assert {requests for requests, _ in found} == {1, 4, 16}
+    assert all(len(rows) >= 2 for rows in found.values())
+    assert now < 3.5

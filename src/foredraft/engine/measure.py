@@ -22,7 +22,10 @@ from foredraft.verify.step import verify
 _BEND = 0.025
 """A straight line that may be wrong by this share of a pass is looked into."""
 
-_QUICK_SECONDS = 1.0
+_QUICK_SECONDS = 1.6
+_QUICK_SURE = 2
+"""Numbers of rows that are timed for a batch although its share of the time is over."""
+
 _QUICK_ROUNDS = 2
 _QUICK_SHAPES = (
     (1, 128, (1, 2, 3, 5, 9, 17, 32)),
@@ -110,12 +113,15 @@ def quick_times(
     At least plain decoding and one draft length of one request are measured, however slow the
     model is; larger batches only as far as slots and time allow.
     """
-    deadline = time.monotonic() + _QUICK_SECONDS
+    began = time.monotonic()
     cells: list[PassTime] = []
     paddings: list[PaddingTime] = []
     rows: tuple[int, ...]
-    for num_requests, context, rows in _QUICK_SHAPES:
-        if num_requests > cache.num_free_slots or (cells and time.monotonic() > deadline):
+    for number, (num_requests, context, rows) in enumerate(_QUICK_SHAPES, 1):
+        # Every batch has a share: what is known of one request alone says little of sixteen.
+        deadline = began + _QUICK_SECONDS * number / len(_QUICK_SHAPES)
+        is_late = time.monotonic() > began + 2 * _QUICK_SECONDS
+        if num_requests > cache.num_free_slots or (cells and is_late):
             break
         most = cache.longest(num_requests)
         longest = most - 1 - max(rows) // num_requests
@@ -127,7 +133,13 @@ def quick_times(
         with prepared_requests(runner, cache, num_requests, context) as seconds:
             # From both ends, so that what time allows spans the range.
             order = [rows[0], *reversed(rows[1:])]
-            times = time_rows(seconds, order, _QUICK_ROUNDS, lambda: time.monotonic() > deadline)
+            times = time_rows(
+                seconds,
+                order,
+                _QUICK_ROUNDS,
+                lambda deadline=deadline: time.monotonic() > deadline,  # type: ignore[misc]
+                _QUICK_SURE,
+            )
             has_room = context + UNEVEN_ROWS < most
             if num_requests > 1 and has_room and time.monotonic() < deadline:
                 rises = time_padding(seconds, num_requests, _QUICK_ROUNDS)
@@ -179,15 +191,18 @@ def time_rows(
     rows: Sequence[int],
     rounds: int,
     is_over: Callable[[], bool] = lambda: False,
+    num_sure: int | None = None,
 ) -> dict[int, list[float]]:
     """Time each number of rows so many times in a row, after one that is not counted.
 
     Passes of one size follow each other, as they do in decoding: after a large pass a small one
     finds its keys and weights gone from the processor's caches. However late ``is_over`` says it
-    is, every number is timed once.
+    is, the first ``num_sure`` numbers are timed once; ``None`` stands for all.
     """
     times: dict[int, list[float]] = {}
     for number in rows:
+        if num_sure is not None and len(times) >= num_sure and is_over():
+            break
         seconds(number)
         times[number] = [seconds(number)]
         while len(times[number]) < rounds and not is_over():

@@ -287,6 +287,11 @@ class SamplingParams:
     @property
     def is_shaped(self) -> bool:
         """Whether the logits that tokens are picked by are others than the model's own."""
+        return bool(self.min_tokens) or self.is_shaped_throughout
+
+    @property
+    def is_shaped_throughout(self) -> bool:
+        """Whether they are so to the end of the text, for more than ``min_tokens``."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -294,7 +299,6 @@ class SamplingParams:
             or self.logit_bias
             or self.allowed_token_ids is not None
             or self.bad_token_ids
-            or self.min_tokens
             or self.logits_processors
             or self.grammar is not None
         )

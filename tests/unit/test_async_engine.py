@@ -287,10 +287,10 @@ def test_a_loop_that_is_gone_leaves_nothing_behind(target: Any, texts: list[str]
 
     async def come() -> None:
         assert (await engine.generate(PROMPTS[1], sampling(1))).text == texts[1]
+        assert engine._room.num_free == 1
         await engine.aclose()
 
     go(come())
-    assert engine._room.num_free == 1
 
 
 def test_the_last_chunk_gives_the_place_back(target: Any) -> None:
@@ -418,5 +418,51 @@ def test_several_texts_of_a_prompt(target: Any) -> None:
             output = await engine.generate(PROMPTS[0], several)
             assert [one.text for one in output.samples] == [one.text for one in expected.samples]
             assert len(output.samples) == 2 and output.text == expected.text
+            with pytest.raises(InvalidRequestError):
+                await engine.generate("", several)
+            assert not engine._channels
+
+    go(main())
+
+
+def test_several_texts_never_wait_for_each_others_places(target: Any) -> None:
+    """With room for one at a time, and two who ask for three texts each."""
+
+    async def main() -> None:
+        async with AsyncEngine(new_llm(target), max_pending=1, max_unread=4) as engine:
+            several = [sampling(seed, n=3, max_tokens=12) for seed in (1, 2)]
+            found = await asyncio.gather(*(engine.generate(PROMPTS[0], one) for one in several))
+            assert [len(output.samples) for output in found] == [3, 3]
+            assert engine._room.num_free == 1
+
+    go(main())
+
+
+def test_a_stream_may_be_dropped_in_the_midst_of_anything(target: Any) -> None:
+    """The collector runs wherever it likes, in whoever holds a lock, too."""
+
+    async def main() -> None:
+        async with AsyncEngine(new_llm(target), max_pending=2) as engine:
+            stream = await engine.stream(PROMPTS[0], sampling(0, max_tokens=200))
+            with engine._room._lock:
+                del stream
+                gc.collect()
+            while engine._room.num_free != 2:
+                await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_who_waits_to_be_let_in_is_told_when_the_engine_stops(target: Any) -> None:
+    async def main() -> None:
+        llm = new_llm(target)
+        engine = AsyncEngine(llm, max_pending=1, max_unread=4)
+        stream = await engine.stream(PROMPTS[0], sampling(0, max_tokens=200))
+        waiting = asyncio.create_task(engine.stream(PROMPTS[1], sampling(1)))
+        await asyncio.sleep(0.05)
+        await engine.aclose(drain=False)  # nobody reads the first, so its place does not come back
+        with pytest.raises(EngineClosedError):
+            await waiting
+        await stream.aclose()
 
     go(main())

@@ -128,18 +128,25 @@ class AsyncEngine:
         With ``n`` or ``best_of`` above 1 each text is a request of its own; all of them, or none.
         """
         wanted = sampling or SamplingParams()
-        streams: list[AsyncStream] = []
-        try:
-            for one in each_sample(wanted):
-                streams.append(
-                    await self.stream(
-                        prompt, one, speculation, priority=priority, deadline_s=deadline_s
-                    )
-                )
-            outputs = [await _finished(stream) for stream in streams]
-        finally:
-            for stream in streams:
+
+        async def one_text(one: SamplingParams) -> RequestOutput:
+            stream = await self.stream(
+                prompt, one, speculation, priority=priority, deadline_s=deadline_s
+            )
+            try:
+                return await _finished(stream)
+            finally:
                 await stream.aclose()
+
+        # Side by side: one that waits to be let in must not hold up those that are here.
+        tasks = [asyncio.ensure_future(one_text(one)) for one in each_sample(wanted)]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
         return best_of(outputs, wanted)
 
     async def aclose(self, *, drain: bool = True) -> None:
@@ -188,6 +195,7 @@ class AsyncEngine:
                 self._inbox.get()()
             for channel in list(self._channels.values()):
                 channel.post(EngineClosedError("the engine's thread has stopped"))
+            self._room.open()  # who waits to be let in is let in, and told
 
     def _wait(self) -> None:
         """Everybody is paused: only a reader can change that, or a deadline."""
@@ -323,7 +331,9 @@ class AsyncStream(AsyncIterator[StreamChunk]):
         """End a request that nobody can read any more."""
         if not self._is_closed:
             self._is_closed = True
-            self._leave()
+            # This may run anywhere, in the midst of anything: what takes a lock is left to others.
+            if not self._has_left:
+                self._engine._inbox.put(self._engine._room.leave)
             self._channel.cancel()
 
     def _leave(self) -> None:

@@ -354,15 +354,18 @@ class Engine:
 
     def _make_cost_table(self) -> None:
         """Bring the controller its cost table, with the first request that needs one."""
-        if self._needs_costs and self.controller.cost_table is None:
-            self.scheduler.drop_prefixes()  # passes are timed in slots side by side
-            profile = known_profile(self.target)
-            if profile is not None:
-                passes, paddings = profile.passes, profile.paddings
-            else:
-                passes, paddings = quick_times(self.runner, self.cache)
-            if passes:  # else every slot is taken: later, and nothing is drafted until then
-                self.controller.cost_table = CostTable(passes, paddings)
+        if not self._needs_costs or self.controller.cost_table is not None:
+            return
+        profile = known_profile(self.target)
+        if profile is not None:
+            self.controller.cost_table = CostTable(profile.passes, profile.paddings)
+            return
+        if not self.cache.num_free_slots and not self.scheduler.prefixes.num_retained:
+            return  # every slot is taken: later, and nothing is drafted until then
+        self.scheduler.drop_prefixes()  # passes are timed in slots side by side
+        passes, paddings = quick_times(self.runner, self.cache)
+        if passes:
+            self.controller.cost_table = CostTable(passes, paddings)
 
     def _traits(self, method: str) -> MethodTraits:
         needs = self.drafting.needs(method)

@@ -381,14 +381,14 @@ def each_sample(sampling: SamplingParams) -> list[SamplingParams]:
     ]
 
 
-def best_of(outputs: list[RequestOutput], sampling: SamplingParams) -> RequestOutput:
+def best_of(outputs: Sequence[RequestOutput], sampling: SamplingParams) -> RequestOutput:
     """The output of a prompt: its only text, or the first of all that are kept with all of them."""
     if len(outputs) == 1:
         return outputs[0]
     if len(outputs) > sampling.n:
         # One that failed comes last, whatever it had written.
-        outputs.sort(key=lambda one: (one.finish_reason == "error", -one.mean_logprob))
-        outputs = outputs[: sampling.n]
+        ranked = sorted(outputs, key=lambda one: (one.finish_reason == "error", -one.mean_logprob))
+        outputs = ranked[: sampling.n]
         if sampling.logprobs is None:
             outputs = [dataclasses.replace(output, logprobs=None) for output in outputs]
     return dataclasses.replace(outputs[0], samples=tuple(outputs))

@@ -10,6 +10,9 @@ import contextlib
 import threading
 from collections import deque
 
+_NO_BOUND = 2**62
+"""Room for everybody."""
+
 
 class Room:
     """Room for ``size`` at once."""
@@ -24,6 +27,16 @@ class Room:
     def num_free(self) -> int:
         """Places that nobody has."""
         return self._num_free
+
+    def open(self) -> None:
+        """Let in whoever waits, and whoever comes."""
+        with self._lock:
+            self._num_free += _NO_BOUND
+            waiting, self._waiting = self._waiting, deque()
+            self._num_free -= len(waiting)
+        for loop, place in waiting:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_call_in, place)
 
     async def enter(self) -> None:
         """Take a place, once there is one."""

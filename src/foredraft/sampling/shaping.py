@@ -10,7 +10,6 @@ Order: logit bias, penalties, the user's processors, and then what may not be pi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -94,10 +93,7 @@ def shape(
 def _is_shaped(segment: Segment) -> bool:
     """Whether a request asks for anything at these rows: ``min_tokens`` does so at first alone."""
     sampling = segment.request.sampling
-    if not sampling.is_shaped:
-        return False
-    is_early = segment.num_output_tokens < sampling.min_tokens
-    return is_early or dataclasses.replace(sampling, min_tokens=0).is_shaped
+    return segment.num_output_tokens < sampling.min_tokens or sampling.is_shaped_throughout
 
 
 class _Rows:

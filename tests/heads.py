@@ -80,7 +80,7 @@ def fake_drafter(method: str, vocab_size: int, max_model_len: int = 512) -> Any:
         get_output_embeddings=lambda: output,
     )
     target = SimpleNamespace(
-        model=model, name="fake", dtype=torch.float32, device=torch.device("cpu")
+        model=model, name="fake", dtype=torch.float32, device=torch.device("cpu"), num_ranks=1
     )
     context = DrafterContext(
         vocab_size, max_model_len, method=method, max_num_requests=8, target=target

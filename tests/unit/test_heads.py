@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from tests.heads import (
     sizes,
     tiny_texts,
 )
-from tests.tiny import VOCAB, engine, family_target, run, run_to_end
+from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
 
 WORDS = [1, 4, 5, 9, 17, 20, 33, 40]
 
@@ -399,6 +400,57 @@ def test_a_prefix_hit_loses_no_features(method: str) -> None:
     assert found[1] >= 0.8 * found[0] > 0
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}], ids=str)
+def test_every_kind_of_fusing_drafts_in_the_engine(
+    flags: dict[str, bool], is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights as they are, too, as on other devices; a drafter that fails only warns."""
+    target = family_target("llama", packs=is_packed)
+    if not is_packed:
+        monkeypatch.setattr("foredraft.model.packed_linear.can_pack", lambda dtype, device: False)
+    shape = dataclasses.replace(shape_for(target.model.config, "eagle3"), **flags)
+    context = DrafterContext(VOCAB, 256, method="eagle3", target=target)
+    drafter = drafter_class("eagle3")(HeadConfig(), context, random_head(shape))
+    prompts = [np.arange(3, 30).tolist(), [5, 6, 7]]
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = run(engine(target), prompts, sampling, SpeculationParams("none"))
+    with warnings_logged() as said:
+        ended = run_to_end(
+            engine(target, {"eagle3": drafter}), prompts, sampling, SpeculationParams("eagle3", 5)
+        )
+    assert not said and [one.ids for one in ended] == plain
+    assert all(one.stats.num_draft_tokens > 20 for one in ended)
+
+
+def test_a_head_among_free_members_of_a_portfolio() -> None:
+    """``auto`` hands it hidden states, and joins what it drafts with the others."""
+    target = family_target("llama")
+    shape = shape_for(target.model.config, "eagle3")
+    prompts = [text.token_ids[: text.num_prompt].tolist() for text in tiny_texts()[:6:2]]
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    plain = run(engine(target), prompts, sampling, SpeculationParams("none"))
+    with tempfile.TemporaryDirectory() as folder:
+        save_head(learnt_head("eagle3"), folder, "tiny", target.model.config)
+        options = {"members": ("ngram", "eagle3"), "options": {"eagle3": {"path": folder}}}
+        the_engine = engine(target, drafter_options={"auto": options})
+        ended = run_to_end(the_engine, prompts, sampling, SpeculationParams("auto", 8))
+    assert set(shape.feature_layers) == set(the_engine.runner.hidden_layers)
+    assert [one.ids for one in ended] == plain
+    members: set[str] = set()
+    for one in ended:
+        members |= {name for name, (drafted, _) in one.stats.members.items() if drafted}
+    assert "eagle3" in members
+
+
+def test_a_split_target_is_refused() -> None:
+    target = dataclasses.replace(family_target("llama"), num_ranks=2)
+    context = DrafterContext(VOCAB, 256, method="eagle3", target=target)
+    head = random_head(shape_for(target.model.config, "eagle3"))
+    with pytest.raises(ConfigError, match="reads the target's embedding, which is split over 2"):
+        drafter_class("eagle3")(HeadConfig(), context, head)
+
+
 def test_ended_texts_make_room() -> None:
     """Slots are given to those that run; none is lost, however many requests come."""
     target = family_target("llama")
@@ -485,6 +537,33 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="feature_layers holds 9; the target has 2 layers"):
+        load_head(folder, sizes(50))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "holds what a head's config cannot"),
+        ({"hidden_size": "many"}, "holds what a head's config cannot"),
+        ({"draft_vocab_size": "all"}, "holds what a head's config cannot"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, None]}, "holds what a head's config cannot"),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "holds what a head's config cannot"),
+        ({"transformer_layer_config": 3}, "holds what a head's config cannot"),
+        ({"transformer_layer_config": {}}, "does not say hidden_size, intermediate_size, num_"),
+        ({"rope_parameters": [1]}, "holds what a head's config cannot"),
+        ({"eagle_config": 7, "eagle_aux_hidden_state_layer_ids": None}, "holds what a head's"),
+        ({"num_attention_heads": 0}, "num_heads is 0|holds what"),
+        ({"foredraft_kind": "other"}, "kind is 'other'"),
+        ({"num_attention_heads": 3}, "that the key heads divide"),
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_one_sentence(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder, config = saved(tmp_path)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises((ModelLoadError, ConfigError), match=message):
         load_head(folder, sizes(50))
 
 

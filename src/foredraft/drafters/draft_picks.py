@@ -1,7 +1,8 @@
-"""What a draft model proposes below a row of its logits: coupled picks, or classical draws.
+"""What is proposed below a row of a drafter's logits: coupled picks, or classical draws.
 
-Logits are first laid out by the target's token ids, so that filters, noise and distributions mean
-the same tokens for both models.
+A draft model's logits are first laid out by the target's token ids, so that filters, noise and
+distributions mean the same tokens for both models. Of a head's only the largest are looked at, and
+a draw is never made: see :func:`rank`.
 """
 
 from __future__ import annotations
@@ -80,6 +81,33 @@ def choose(
         if child + 1 < num_children:
             logits[where] = -torch.inf
     return token_ids, confidence
+
+
+def rank(
+    values: Float64Array, words: Int64Array, request: Request, positions: Int64Array
+) -> tuple[Int64Array, Float64Array]:
+    """A head's words at each row, best first, and how sure it is of each.
+
+    Under the default rule they are ranked by logit / temperature plus the target's noise; under a
+    classical rule by logit alone, so that each is a point mass.
+
+    Args:
+        values: float64 [n, num_rivals], the largest logits.
+        words: int64 like it, the target's ids.
+        request: Whose.
+        positions: int64 [n], absolute positions of the tokens.
+
+    Returns:
+        Words int64 and shares float64, both like ``values``.
+    """
+    scores, temperature = values, request.sampling.temperature
+    if temperature > 0 and request.speculation.verification == "walk":
+        seeds = np.full(len(words), request.seed, dtype=np.int64)
+        scores = values / temperature + gumbel_of(seeds, positions, words)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+    shares = np.minimum(shares / shares.sum(axis=1, keepdims=True), _MOST_CONFIDENCE)
+    return np.take_along_axis(words, order, 1), np.take_along_axis(shares, order, 1)
 
 
 def draw(

@@ -27,13 +27,13 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
+from foredraft.drafters.draft_picks import rank
 from foredraft.drafters.head_cache import HeadCache, HeadState, Rows
 from foredraft.errors import ConfigError
 from foredraft.heads.checkpoint import load_head
 from foredraft.heads.recurrent import Output, RecurrentHead
 from foredraft.heads.trained import shipped_head
 from foredraft.model import packed_linear
-from foredraft.sampling.noise import gumbel_of
 from foredraft.types import (
     Budgets,
     DraftBatch,
@@ -57,9 +57,6 @@ _MOST_PENDING = 4096
 
 _NUM_RIVALS = 32
 """Likeliest words among which children are chosen, and their confidence is weighed."""
-
-_MOST_CONFIDENCE = 1 - 1e-9
-"""So that no node is as sure as its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +135,12 @@ class HeadDrafter(Drafter):
                 f"{config.path} is a head of kind {head.shape.kind!r}; use it with method "
                 f"{head.shape.kind!r}."
             )
-        head = head.to(target.device)
+        if target.num_ranks > 1:
+            raise ConfigError(
+                f"method {self.kind!r} reads the target's embedding, which is split over "
+                f"{target.num_ranks} ranks; use medusa or a method without a head."
+            )
+        head = head.to(target.device).requires_grad_(False)
         self.target_ids: NDArray[np.int64] | None = (
             head.target_ids.cpu().numpy() if head.shape.has_own_words else None
         )
@@ -169,6 +171,7 @@ class HeadDrafter(Drafter):
         )
         return self._cache.num_bytes + waiting
 
+    @torch.inference_mode()
     def propose(self, plan: StepPlan, budgets: Budgets) -> DraftBatch:
         """Grow a tree for each request, all of them together, level by level."""
         growths: dict[int, _Growth] = {}
@@ -196,6 +199,7 @@ class HeadDrafter(Drafter):
             ]
         )
 
+    @torch.inference_mode()
     def observe(
         self, plan: StepPlan, drafts: DraftBatch, target: TargetOutput, verdict: Verdict
     ) -> None:
@@ -326,7 +330,6 @@ class HeadDrafter(Drafter):
             for state, token_ids in wanted:
                 state.token_ids = token_ids[: state.first + state.num_rows + 1]
 
-    @torch.inference_mode()
     def _add_level(self, growing: Sequence[_Growth], hidden: Sequence[torch.Tensor]) -> None:
         """Choose children below the rows that were run, and let each draft keep its best."""
         logits = self._cache.head.logits(torch.cat(list(hidden)), self._output)
@@ -377,9 +380,6 @@ class _Growth:
         self._num_children = 1 if is_chain else config.num_children
         self._width = 1 if is_chain else config.width
         self._max_depth = min(config.max_depth, limit)
-        sampling = segment.request.sampling
-        self._temperature = sampling.temperature
-        self._is_coupled = segment.request.speculation.verification == "walk"
         # All candidates so far; parents count from 1, 0 is the root.
         self._token_ids: list[int] = []
         self._parents: list[int] = []
@@ -433,18 +433,12 @@ class _Growth:
             hidden: [frontier, hidden_size].
         """
         self._depth += 1
-        scores = values
-        if self._is_coupled and self._temperature > 0:
-            at = self.segment.root_position + self._depth
-            seeds = np.full(len(values), self.segment.request.seed, dtype=np.int64)
-            noise = gumbel_of(seeds, np.full(len(values), at, dtype=np.int64), words)
-            scores = values / self._temperature + noise
-        best = np.argsort(-scores, axis=1, kind="stable")[:, : self._num_children]
-        shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-        shares = np.minimum(shares / shares.sum(axis=1, keepdims=True), _MOST_CONFIDENCE)
+        at = self.segment.root_position + self._depth
+        positions = np.full(len(values), at, dtype=np.int64)
+        words, shares = rank(values, words, self.segment.request, positions)
         first = len(self._token_ids) + 1
         for row, node in enumerate(self._frontier):
-            for column in best[row].tolist():
+            for column in range(min(self._num_children, words.shape[1])):
                 self._token_ids.append(int(words[row, column]))
                 self._parents.append(node)
                 self._confidence.append(float(shares[row, column]))

@@ -18,17 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
+from foredraft.drafters.draft_picks import rank
 from foredraft.errors import ConfigError
 from foredraft.heads.checkpoint import load_medusa
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.trained import shipped_head
 from foredraft.model import packed_linear
-from foredraft.sampling.noise import gumbel_of
 from foredraft.types import (
     Budgets,
     DraftBatch,
     Int64Array,
-    Segment,
     StepPlan,
     TargetOutput,
     Verdict,
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
 
 _NUM_RIVALS = 32
 """Likeliest words among which a head's are ranked."""
-
-_MOST_CONFIDENCE = 1 - 1e-9
-"""So that no node is as sure as its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ class MedusaDrafter(Drafter):
                     "--drafter-option path=FOLDER, or train some: foredraft train medusa."
                 )
             head = load_medusa(Path(folder), target.model.config, target.dtype)
-        self._head = head.to(target.device)
+        self._head = head.to(target.device).requires_grad_(False)
         self._target_ids: NDArray[np.int64] = head.target_ids.cpu().numpy()
         if packed_linear.can_pack(target.dtype, target.device):
             packed_linear.pack_linear_layers(self._head)
@@ -141,7 +137,10 @@ class MedusaDrafter(Drafter):
         words = self._target_ids[top.indices.cpu().numpy()]
         for row, index in enumerate(wanted):
             segment, limit = plan.segments[index], int(budgets.max_nodes[index])
-            tokens, shares = self._ranked(segment, values[row], words[row])
+            positions = segment.root_position + 1 + np.arange(self._num_levels, dtype=np.int64)
+            tokens, shares = rank(values[row], words[row], segment.request, positions)
+            most = self.config.num_children
+            tokens, shares = tokens[:, :most], shares[:, :most]
             is_chain = not segment.request.speculation.allows_trees
             trees[index] = _likeliest(tokens, shares, limit, is_chain)
         return DraftBatch.of_trees(trees)
@@ -167,21 +166,6 @@ class MedusaDrafter(Drafter):
     def forget(self, request_id: str) -> None:
         """Drop the request's hidden state."""
         self._last.pop(request_id, None)
-
-    def _ranked(
-        self, segment: Segment, values: NDArray[np.float64], words: Int64Array
-    ) -> tuple[Int64Array, NDArray[np.float64]]:
-        """Each head's words, best first, and the chance of each: [num_levels, num_children]."""
-        temperature = segment.request.sampling.temperature
-        scores = values
-        if temperature > 0 and segment.request.speculation.verification == "walk":
-            positions = segment.root_position + 1 + np.arange(len(words), dtype=np.int64)
-            seeds = np.full(len(words), segment.request.seed, dtype=np.int64)
-            scores = values / temperature + gumbel_of(seeds, positions, words)
-        best = np.argsort(-scores, axis=1, kind="stable")[:, : self.config.num_children]
-        shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-        shares = np.minimum(shares / shares.sum(axis=1, keepdims=True), _MOST_CONFIDENCE)
-        return np.take_along_axis(words, best, 1), np.take_along_axis(shares, best, 1)
 
 
 def _likeliest(

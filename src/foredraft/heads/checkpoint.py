@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foredraft.errors import ModelLoadError
+from foredraft.errors import ForedraftError, ModelLoadError, said
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
@@ -257,6 +257,22 @@ def _shape(
     target: PretrainedConfig,
 ) -> HeadShape:
     """The shape that a config and its tensors state, checked against the target."""
+    try:
+        return _stated_shape(folder, config, tensors, target)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, ForedraftError):
+            raise
+        raise ModelLoadError(
+            f"{folder / _CONFIG} holds what a head's config cannot ({said(error)}); mend it."
+        ) from error
+
+
+def _stated_shape(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    target: PretrainedConfig,
+) -> HeadShape:
     sizes = config.get("transformer_layer_config", config)
     kind = config.get("foredraft_kind")
     if kind is None:
@@ -271,11 +287,11 @@ def _shape(
             )
     num_layers = int(target.num_hidden_layers)
     layers = _feature_layers(config, num_layers) if kind == "eagle3" else (num_layers,)
-    try:
-        hidden_size, num_heads = int(sizes["hidden_size"]), int(sizes["num_attention_heads"])
-        intermediate_size = int(sizes["intermediate_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"{folder / _CONFIG} does not say {error}.") from error
+    missing = {"hidden_size", "num_attention_heads", "intermediate_size"} - set(sizes)
+    if missing:
+        raise ModelLoadError(f"{folder / _CONFIG} does not say {', '.join(sorted(missing))}.")
+    hidden_size, num_heads = int(sizes["hidden_size"]), int(sizes["num_attention_heads"])
+    intermediate_size = int(sizes["intermediate_size"])
     rope = dict(sizes.get("rope_parameters") or sizes.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", float(sizes.get("rope_theta", 10000.0)))

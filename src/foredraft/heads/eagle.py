@@ -52,10 +52,6 @@ class EagleHead(RecurrentHead):
         self.fc = nn.Linear(size + shape.num_features, size, bias=shape.has_fc_bias)
         self.layers = nn.ModuleList([FirstLayer(shape.as_llama())])
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The feature is read as it is."""
-        return features
-
     def level(
         self,
         hidden: torch.Tensor,

@@ -53,10 +53,6 @@ class MtpHead(RecurrentHead):
         self.layer = MtpLayer(shape)
         self.norm = LlamaRMSNorm(size, eps)
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The feature is read as it is."""
-        return features
-
     def level(
         self,
         hidden: torch.Tensor,

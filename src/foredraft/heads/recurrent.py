@@ -47,9 +47,12 @@ class RecurrentHead(nn.Module):
         """int64 [draft_vocab_size], the target's id of each word of the head."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    @abstractmethod
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """What the layer reads of the target: [..., num_features] to [..., hidden_size]."""
+        """What the layer reads of the target: [..., num_features] to [..., hidden_size].
+
+        A single feature is read as it is.
+        """
+        return features
 
     @abstractmethod
     def level(

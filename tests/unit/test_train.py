@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,48 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not(
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_a_run_that_has_ended_is_not_run_again(
+    target: Target, texts: list[Text], tmp_path: Path
+) -> None:
+    for config in (QUICK, dataclasses.replace(QUICK, minutes=0.01, num_epochs=1000)):
+        folder = tmp_path / str(config.num_epochs)
+        Trainer(new_head(target), target, texts, config, folder).run(lambda now: None)
+        before, said = states(folder), []
+        Trainer(new_head(target), target, texts, config, folder).run(said.append)
+        assert not said
+        assert all(torch.equal(before[name], states(folder)[name]) for name in before)
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    target: Target, texts: list[Text], tmp_path: Path
+) -> None:
+    Trainer(new_head(target), target, texts, QUICK, tmp_path).run(lambda now: None)
+    before = (tmp_path / "checkpoint").read_bytes()
+    for head, given, config, shown in (
+        (new_head(target, "mtp"), texts, QUICK, "kind 'eagle3' there, 'mtp' here"),
+        (new_head(target, num_words=32), texts, QUICK, "draft_vocab_size 64 there, 32 here"),
+        (new_head(target), texts[:-1], QUICK, "num_texts 14 there, 13 here"),
+        (new_head(target), texts, dataclasses.replace(QUICK, seed=5), "seed 0 there, 5 here"),
+    ):
+        with pytest.raises(ConfigError, match=f"the checkpoint of another run .*{shown}"):
+            Trainer(head, target, given, config, tmp_path)
+    assert (tmp_path / "checkpoint").read_bytes() == before
+    (tmp_path / "checkpoint").write_bytes(b"half of it")
+    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
+        Trainer(new_head(target), target, texts, QUICK, tmp_path)
+
+
+def test_the_words_of_a_head_go_on_with_it(
+    target: Target, texts: list[Text], tmp_path: Path
+) -> None:
+    """They are chosen from answers, of which there may be others by now."""
+    Trainer(new_head(target), target, texts, QUICK, tmp_path).run(lambda now: None)
+    other = new_head(target)
+    other.d2t.copy_(torch.arange(64) * 2)
+    trainer = Trainer(other, target, texts, QUICK, tmp_path)
+    assert trainer.head.d2t.tolist() == (torch.arange(64) * 4).tolist()
+
+
 def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_path: Path) -> None:
     for name, value, shown in (
         ("learning_rate", 0.0, "learning_rate is 0.0; allowed is a number above 0"),
@@ -257,6 +300,14 @@ def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_p
         Trainer(new_head(target), target, texts[:2], QUICK, tmp_path)
     with pytest.raises(ConfigError, match="method is 'ngram'; allowed is one of eagle, eagle3"):
         Run("ngram", "default", tmp_path, tmp_path, QUICK)
+    for name, value, shown in (
+        ("num_prompts", -1, "num_prompts is -1; allowed is an integer of 0 or more"),
+        ("answer_tokens", 0, "answer_tokens is 0; allowed is an integer of 1 or more"),
+        ("draft_vocab_size", 1.5, "draft_vocab_size is 1.5"),
+        ("answer_minutes", float("nan"), "answer_minutes is nan; allowed is a number"),
+    ):
+        with pytest.raises(ConfigError, match=shown):
+            Run("eagle3", "default", tmp_path, tmp_path, QUICK, **{name: value})
 
 
 # ------------------------------------------------------------------------------ command line
@@ -298,6 +349,25 @@ def test_the_command_trains_what_the_engine_loads(
         plain = llm.generate(PROMPTS[0], sampling, SpeculationParams("none"))[0]
         drafted = llm.generate(PROMPTS[0], sampling, SpeculationParams("eagle3", 4))[0]
     assert drafted.token_ids == plain.token_ids and drafted.stats.num_draft_tokens > 0
+
+
+def test_what_cannot_be_read_or_written_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    good = data(tmp_path, '{"prompt": "one"}')
+    for arguments, shown in (
+        (["--data", tmp_path / "none", "--out", tmp_path / "a"], "none cannot be read"),
+        (["--data", tmp_path / "file", "--out", tmp_path / "b"], "holds no line"),
+        (["--data", good, "--out", tmp_path / "file" / "c"], "--out is .*cannot be made"),
+        (["--data", good, "--out", tmp_path / "file"], "--out is .*cannot be made"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            command(["train", "eagle3", "--model", str(folder), *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert left.value.code == 2 and not out and err.count("\n") == 1
+        assert re.search(shown, err), err
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
 def test_a_head_of_another_kind_is_no_beginning(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that a command will write when its work is done: checked before the work begins."""
+"""What a command will write when its work is done: checked before the work begins."""
 
 from __future__ import annotations
 
@@ -27,3 +27,22 @@ def check_output(option: str, path: Path | None) -> None:
     else:
         return
     raise InvalidRequestError(f"{option} is {path}, {problem}.")
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Make a folder that a command will write to; ``InvalidRequestError`` where that cannot be.
+
+    Args:
+        option: Its name, for the sentence.
+        path: The folder.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{option} is {path}, which cannot be made ({error.strerror}); name a folder that can."
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise InvalidRequestError(
+            f"{option} is {path}, but it may not be written; choose another folder."
+        )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foredraft.cli.files import check_folder
 from foredraft.errors import InvalidRequestError
 
 app = typer.Typer(
@@ -132,7 +133,9 @@ def export(
 
     refuse_same(path, out)
     config = target_config(model)
-    export_head(read_any(path, config), to, out, model, config)
+    head = read_any(path, config)
+    check_folder("OUT", out.absolute().parent)
+    export_head(head, to, out, model, config)
     typer.echo(f"{out}: written for {to}")
 
 

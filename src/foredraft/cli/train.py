@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foredraft.cli.files import check_folder
+
 if TYPE_CHECKING:
     from foredraft.train.trainer import Progress
 
@@ -77,6 +79,7 @@ def train(
     from foredraft.model.source import find_source
     from foredraft.train.run import Run
     from foredraft.train.run import train as run_training
+    from foredraft.train.texts import read_prompts
     from foredraft.train.trainer import TrainConfig
 
     run = Run(
@@ -106,6 +109,8 @@ def train(
         ),
     )
     find_source(model)
+    read_prompts(data)  # before anything is made or loaded
+    check_folder("--out", out)
     console = Console(stderr=True)
     with Bars(
         TextColumn("{task.description}"),

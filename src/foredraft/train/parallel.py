@@ -7,11 +7,10 @@ learns what the target says of token ``i + 2 + k`` once it has read all before i
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from foredraft.heads.medusa import MedusaHead
 from foredraft.train.features import Batch
-from foredraft.train.unroll import Losses, Options, mean
+from foredraft.train.unroll import Goal, Losses, Options, mean
 
 
 def medusa_losses(
@@ -35,25 +34,13 @@ def medusa_losses(
         size = num_tokens - 1 - level
         if size < 2:
             break
-        read = slice(1 + level, 1 + level + size)
-        is_real = batch.is_real[:, read]
-        after = functional.pad(batch.is_answer, (0, 1))[:, 2 + level : 2 + level + size]
-        is_answer = (after | batch.is_answer[:, read]) & is_real
-        weight = torch.where(is_answer, 1.0, options.prompt_weight) * is_real
-        rows = weight > 0
-        student = one(batch.features[:, :size][rows].to(output_weight.dtype)).float()
-        with torch.no_grad():
-            teacher = batch.final[:, read][rows].to(output_weight.dtype)
-            logits = functional.linear(teacher, own_words).float()
-            law = torch.softmax(logits, dim=-1)
-        per_row = torch.logsumexp(student, dim=-1) - (law * student).sum(dim=-1)
+        goal = Goal(batch, own_words, level, size, options.prompt_weight)
+        features = batch.features[:, :size][goal.rows].to(output_weight.dtype)
+        per_row, is_same = goal.distance(one(features))
         level_weight = options.decay**level
-        total = total + level_weight * mean(per_row, weight[rows])
+        total = total + level_weight * mean(per_row, goal.weight[goal.rows])
         weight_of_all += level_weight
-        with torch.no_grad():
-            is_same = torch.zeros_like(rows)
-            is_same[rows] = student.argmax(-1) == logits.argmax(-1)
-            survives = survives[:, :size] & is_same
-            accepted.append((survives & is_answer).sum())
-            counted.append(is_answer.sum())
+        survives = survives[:, :size] & is_same
+        accepted.append((survives & goal.is_answer).sum())
+        counted.append(goal.is_answer.sum())
     return Losses(total / weight_of_all, torch.stack(accepted), torch.stack(counted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +60,14 @@ class Run:
         """Refuse what cannot be trained."""
         if self.method not in METHODS:
             raise ConfigError(f"method is {self.method!r}; allowed is one of {', '.join(METHODS)}.")
+        for name, least in (("num_prompts", 0), ("answer_tokens", 1), ("draft_vocab_size", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}; allowed is an integer of {least} or more.")
+        if not math.isfinite(self.answer_minutes):
+            raise ConfigError(
+                f"answer_minutes is {self.answer_minutes!r}; allowed is a number, 0 to answer all."
+            )
 
 
 def train(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from foredraft.errors import ConfigError, MissingExtraError
+from foredraft.errors import ConfigError, MissingExtraError, said
 from foredraft.heads.checkpoint import save_head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import RecurrentHead
@@ -181,6 +181,9 @@ class Trainer:
             rng = np.random.default_rng([self.config.seed, epoch])
             order = batches(self._texts, self.config.batch_tokens, self.config.max_len, rng)
             for number in range(self.batch, len(order)):
+                if self.config.minutes and self.elapsed_s > 60 * self.config.minutes:
+                    is_over = True
+                    break
                 share = self._share(epoch, number, len(order))
                 recent.append(self._learn(self._reader.read(order[number]), share))
                 self.num_tokens += sum(len(text.token_ids) for text in order[number])
@@ -194,12 +197,9 @@ class Trainer:
                     self.survival = self.measure()
                     self.save()
                     saved_at = time.monotonic()
-                if self.config.minutes and self.elapsed_s > 60 * self.config.minutes:
-                    is_over = True
-                    break
             if is_over:
                 break
-            self.batch = 0
+            self.epoch, self.batch = epoch + 1, 0
         self.survival = self.measure()
         self.save()
         return self.survival
@@ -231,7 +231,7 @@ class Trainer:
             **self._record,
             "config": dataclasses.asdict(self.config),
             "steps": self.step,
-            "epochs": self.epoch + 1,
+            "epochs": self.epoch + (self.batch > 0),
             "tokens": self.num_tokens,
             "seconds": round(self.elapsed_s),
             "held_out_survival": [round(value, 4) for value in self.survival],
@@ -239,6 +239,7 @@ class Trainer:
         }
         _write(self.folder / "run.json", json.dumps(record, indent=2, sort_keys=True) + "\n")
         state = {
+            "run": self._identity(head),
             "head": head.state_dict(),
             "d2t": head.d2t,
             "optimizer": self._optimizer.state_dict(),
@@ -254,12 +255,46 @@ class Trainer:
         torch.save(state, new)
         new.replace(self._checkpoint)
 
+    def _identity(self, head: RecurrentHead | MedusaHead) -> dict[str, Any]:
+        """What must be the same for a run to go on: what is learnt, from what, in which order."""
+        shape, config = head.shape, self.config
+        return {
+            "kind": shape.kind,
+            "hidden_size": shape.hidden_size,
+            "draft_vocab_size": shape.draft_vocab_size,
+            "feature_layers": list(shape.feature_layers),
+            "num_texts": len(self._texts) + len(self._held_out),
+            "num_levels": self._options.num_levels,
+            "batch_tokens": config.batch_tokens,
+            "max_len": config.max_len,
+            "num_held_out": config.num_held_out,
+            "seed": config.seed,
+        }
+
     def _resume(self) -> None:
         if not self._checkpoint.is_file():
             return
-        state = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
         head = self._accelerator.unwrap_model(self.head)
+        try:
+            state = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+            run = state["run"]
+        except Exception as error:  # pickle raises what it likes
+            raise ConfigError(
+                f"{self._checkpoint} is no checkpoint of a run ({said(error)}); name another "
+                "folder, or remove it to begin anew."
+            ) from error
+        mine = self._identity(head)
+        differs = [name for name in mine if mine[name] != run.get(name)]
+        if differs:
+            shown = ", ".join(
+                f"{name} {run.get(name)!r} there, {mine[name]!r} here" for name in differs
+            )
+            raise ConfigError(
+                f"{self.folder} holds the checkpoint of another run ({shown}); name another "
+                "folder, or the same options to go on."
+            )
         head.load_state_dict(state["head"])
+        head.d2t.copy_(state["d2t"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]

@@ -51,6 +51,61 @@ class Losses:
     counted: torch.Tensor
 
 
+class Goal:
+    """What the rows of a level are to say: row ``i`` the target's words behind ``i + 1 + level``.
+
+    Args:
+        batch: Of the target.
+        own_words: Rows of its output layer for the words of the head, [num_words, hidden_size].
+        level: From 0.
+        size: Rows of it.
+        prompt_weight: Of tokens of prompts.
+
+    Attributes:
+        teacher: [B, size, hidden_size], what the target's output layer reads there.
+        is_answer: bool [B, size], rows that tell of an answer's token.
+        weight: [B, size].
+        rows: bool [B, size], those that count at all.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        own_words: torch.Tensor,
+        level: int,
+        size: int,
+        prompt_weight: float,
+    ) -> None:
+        """Find them."""
+        read = slice(1 + level, 1 + level + size)
+        is_real = batch.is_real[:, read]
+        after = functional.pad(batch.is_answer, (0, 1))[:, 2 + level : 2 + level + size]
+        self._own_words = own_words
+        self.teacher = batch.final[:, read]
+        self.is_answer = (after | batch.is_answer[:, read]) & is_real
+        self.weight = torch.where(self.is_answer, 1.0, prompt_weight) * is_real
+        self.rows = self.weight > 0
+
+    def distance(self, student: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far a head is from it.
+
+        Args:
+            student: Its logits at ``rows``, [num_rows, num_words].
+
+        Returns:
+            The cross-entropy of each row, [num_rows], and bool [B, size], where both agree on the
+            likeliest word.
+        """
+        student = student.float()
+        with torch.no_grad():
+            teacher = self.teacher[self.rows].to(self._own_words.dtype)
+            logits = functional.linear(teacher, self._own_words).float()
+            law = torch.softmax(logits, dim=-1)
+            is_same = torch.zeros_like(self.rows)
+            is_same[self.rows] = student.argmax(-1) == logits.argmax(-1)
+        return torch.logsumexp(student, dim=-1) - (law * student).sum(dim=-1), is_same
+
+
 def losses(
     head: RecurrentHead,
     batch: Batch,
@@ -84,35 +139,25 @@ def losses(
     accepted, counted = [], []
     for level in range(min(options.num_levels, num_rows - 1)):
         size = num_rows - level  # later rows have no token to read any more
-        read = slice(1 + level, 1 + level + size)
         with torch.no_grad():
-            embeds = embed(batch.token_ids[:, read]).to(hidden.dtype)
+            embeds = embed(batch.token_ids[:, 1 + level : 1 + level + size]).to(hidden.dtype)
         positions = torch.arange(level, level + size, device=hidden.device)[None]
         hidden = head.level(hidden[:, :size], embeds, head.rotate(positions), attend)
         # Row i, fed the token at i + 1 + level, tells of the one after it.
-        teacher, is_real = batch.final[:, read], batch.is_real[:, read]
-        after = functional.pad(batch.is_answer, (0, 1))[:, 2 + level : 2 + level + size]
-        is_answer = (after | batch.is_answer[:, read]) & is_real
-        weight = torch.where(is_answer, 1.0, options.prompt_weight) * is_real
-        rows = weight > 0
-        student = head.logits(hidden[rows], output).float()
-        with torch.no_grad():
-            logits = functional.linear(teacher[rows].to(output_weight.dtype), own_words).float()
-            law = torch.softmax(logits, dim=-1)
-        per_row = torch.logsumexp(student, dim=-1) - (law * student).sum(dim=-1)
-        value = mean(per_row, weight[rows])
+        goal = Goal(batch, own_words, level, size, options.prompt_weight)
+        per_row, is_same = goal.distance(head.logits(hidden[goal.rows], output))
+        value = mean(per_row, goal.weight[goal.rows])
         if options.regression:
-            distance = functional.smooth_l1_loss(hidden.float(), teacher, reduction="none").mean(-1)
-            value = 0.1 * value + options.regression * mean(distance, weight)
+            distance = functional.smooth_l1_loss(
+                hidden.float(), goal.teacher, reduction="none"
+            ).mean(-1)
+            value = 0.1 * value + options.regression * mean(distance, goal.weight)
         level_weight = options.decay**level
         total = total + level_weight * value
         weight_of_all += level_weight
-        with torch.no_grad():
-            is_same = torch.zeros_like(rows)
-            is_same[rows] = student.argmax(-1) == logits.argmax(-1)
-            survives = survives[:, :size] & is_same
-            accepted.append((survives & is_answer).sum())
-            counted.append(is_answer.sum())
+        survives = survives[:, :size] & is_same
+        accepted.append((survives & goal.is_answer).sum())
+        counted.append(goal.is_answer.sum())
     return Losses(total / weight_of_all, torch.stack(accepted), torch.stack(counted))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,6 +29,15 @@ def test_the_parts_outside(ranges: list[tuple[int, int]], others: list[tuple[int
     parts = _without(ranges, others)
     assert members(parts) == members(ranges) - members(others)
     assert parts == sorted(parts) and all(begin < end for begin, end in parts)
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage() -> Iterator[None]:
+    """What other tests left is gone, else its addresses could be freed and taken in the midst."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")

@@ -21,6 +21,7 @@ from foredraft.heads.shape import HeadShape, shape_for
 from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.registry import drafter_class
+from foredraft.sampling.noise import gumbel_of
 from foredraft.train.features import FeatureReader
 from foredraft.train.parallel import medusa_losses
 from foredraft.train.texts import Text
@@ -38,6 +39,7 @@ from tests.tiny import CONTEXT, VOCAB, engine, family_target, run
 RECURRENT = ("eagle", "eagle3", "mtp")
 HEAD_METHODS = (*RECURRENT, "medusa")
 SIZE = 16
+NOISE_SEED = 7
 
 
 def random_head(shape: HeadShape, seed: int = 0, words: list[int] | None = None) -> Any:
@@ -191,3 +193,13 @@ def learnt_drafter(method: str, target: Target, max_num_requests: int = 8, **opt
     made = cls(make_config(cls.Config, options, method), context, learnt_head(method))
     assert isinstance(made, HeadDrafter | MedusaDrafter)
     return made
+
+
+def ranked(logits: torch.Tensor, head: Any, temperature: float, position: int) -> int:
+    """The target's id of the word that a head puts first for a position of a text."""
+    top = logits.detach().double().topk(min(32, len(logits)))
+    words, values = head.target_ids[top.indices].numpy(), top.values.numpy()
+    if temperature:
+        seed, at = np.array([NOISE_SEED]), np.array([position])
+        values = values / temperature + gumbel_of(seed, at, words[None])[0]
+    return int(words[np.argmax(values)])

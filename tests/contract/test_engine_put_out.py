@@ -18,7 +18,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "bias and bans": {"logit_bias": {7: 4.0, 9: -3.0}, "bad_token_ids": (11, (12, 13))},
-    "min_tokens": {"min_tokens": 30, "stop_token_ids": (8, 21, 60), "ignore_eos": False},
+    "min_tokens": {"min_tokens": 30, "stop_token_ids": tuple(range(3, 90))},
     "filters": {"top_k": 20, "min_p": 0.02, "typical_p": 0.95},
     "processor": {
         "logits_processors": (lambda ids, scores: scores + 0.1 * (ids[0, -1] % 7),),
@@ -82,6 +82,8 @@ def test_being_put_out_changes_nothing(
             for one, other in zip(mine, theirs, strict=True):
                 assert one.token_id == other.token_id
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    if feature == "min_tokens":
+        assert all(30 <= len(one.ids) < 50 for one in found)
     if feature == "prompt_logprobs":
         assert [len(one.prompt_logprobs) for one in found] == [len(p) - 1 for p in PROMPTS]
     the_engine.scheduler.drop_prefixes()
@@ -108,6 +110,23 @@ def test_a_shared_beginning_lets_more_run_in_blocks() -> None:
             most[layout] = max(most[layout], len(the_engine.scheduler.running))
             assert the_engine.cache.bytes_in_use <= the_engine.max_kv_bytes
     assert most["contiguous"] == 5 and most["blocks"] == 8
+
+
+def test_what_is_shared_is_not_counted_again_for_who_comes() -> None:
+    """Under a bound of ten blocks, four requests whose nine blocks are one another's run at once."""
+    target = family_target("llama")
+    shared = [3 + i % (VOCAB - 3) for i in range(150)]
+    bound = 320 * engine(target).cache.bytes_per_row / 2**30
+    the_engine = engine(
+        target, max_num_requests=4, reuse_prefixes=True, kv_cache_gb=bound, kv_layout="blocks"
+    )
+    for last in range(4):
+        the_engine.add([*shared, 5 + last], SamplingParams(max_tokens=4, ignore_eos=True))
+    most = 0
+    while the_engine.has_work:
+        the_engine.step()
+        most = max(most, len(the_engine.scheduler.running))
+    assert most == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_layout": "blocks"}, {"attention": "flex"}])

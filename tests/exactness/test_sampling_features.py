@@ -67,6 +67,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "bad_token_ids": ((3, 4), (4, 3, 5), (5, 5), (6, 3), (6,)),
     },
     "min tokens": {"min_tokens": 12, "logit_bias": {2: 7.0, 11: 6.0}, "stop_token_ids": (11,)},
+    "min tokens alone": {"min_tokens": 12, "stop_token_ids": tuple(range(3, 120))},
     "min-p": {"min_p": 0.2},
     "typical": {"typical_p": 0.6},
     "sigma": {"top_n_sigma": 1.0},

@@ -160,9 +160,9 @@ _BLOCK_FAMILIES = {"llama", "mistral", "gemma2", "gemma3", "gpt_oss", "phi3"}
             family,
             dtype,
             is_paged,
-            # Uncompiled FlexAttention takes seconds: every family in float64, one in float32.
+            # Uncompiled FlexAttention takes seconds: every family once, one in both.
             marks=[pytest.mark.slow]
-            if is_paged and dtype != torch.float64 and family != "llama"
+            if is_paged and dtype != torch.float64 and family not in {"llama", *_MIXTURES}
             else [],
         )
         for family, dtype in _CASES

@@ -30,11 +30,13 @@ from foredraft.train.texts import Text
 from foredraft.train.unroll import Options, losses
 from tests.heads import (
     HEAD_METHODS,
+    NOISE_SEED,
     RECURRENT,
     SIZE,
     learnt_drafter,
     learnt_head,
     random_head,
+    ranked,
     sizes,
     tiny_texts,
 )
@@ -301,9 +303,13 @@ def test_training_unrolls_what_drafting_does(shape: HeadShape) -> None:
     assert found.accepted.tolist() == survivors and found.counted.tolist() == counts
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", RECURRENT)
-def test_chains_in_the_engine_are_the_heads_own(method: str) -> None:
-    """What is drafted, in a batch, with prompts in chunks, is what the head says of the text."""
+def test_chains_in_the_engine_are_the_heads_own(method: str, temperature: float) -> None:
+    """What is drafted, in a batch, with prompts in chunks, is what the head says of the text.
+
+    At a temperature with the noise that the target will add at that very position.
+    """
     target = family_target("llama")
     drafter = learnt_drafter(method, target, num_children=1)
     proposed: list[tuple[np.ndarray, list[int]]] = []
@@ -321,7 +327,9 @@ def test_chains_in_the_engine_are_the_heads_own(method: str) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (18, 5, 11, 24)]
     the_engine = engine(target, {method: drafter}, max_num_requests=3, max_num_batched_tokens=16)
-    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=16, ignore_eos=True, temperature=temperature, seed=NOISE_SEED
+    )
     run(the_engine, prompts, sampling, SpeculationParams(method, 4))
     head = learnt_head(method)
     raw = family_target("llama", packs=False).model
@@ -337,8 +345,7 @@ def test_chains_in_the_engine_are_the_heads_own(method: str) -> None:
             hidden = plain.row(fused, table[ids[i + 1]], i, list(range(i)))
         expected: list[int] = []
         for depth in range(4):
-            word = int(plain.logits(hidden).argmax())
-            expected.append(word + int(head.d2t[word]))
+            expected.append(ranked(plain.logits(hidden), head, temperature, len(ids) + depth))
             seen = list(range(len(plain.keys)))
             hidden = plain.row(hidden, table[expected[-1]], len(ids) - 1 + depth, seen)
         assert nodes == expected[: len(nodes)], (len(ids), nodes, expected)

@@ -21,7 +21,7 @@ from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.train.features import Batch
 from foredraft.train.parallel import medusa_losses
 from foredraft.train.unroll import Options
-from tests.heads import SIZE, learnt_drafter, learnt_head, random_head, sizes
+from tests.heads import NOISE_SEED, SIZE, learnt_drafter, learnt_head, random_head, ranked, sizes
 from tests.tiny import VOCAB, engine, family_target, run
 
 WORDS = [1, 4, 5, 9, 17, 20, 33, 40]
@@ -109,9 +109,11 @@ def test_each_head_learns_what_the_target_says_further_ahead(words: list[int] | 
     assert found.accepted.tolist() == survivors and found.counted.tolist() == counts
 
 
-def test_chains_in_the_engine_are_the_heads_own() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chains_in_the_engine_are_the_heads_own(temperature: float) -> None:
+    """At a temperature with the noise that the target will add at that very position."""
     target = family_target("llama")
-    drafter = learnt_drafter("medusa", target)
+    drafter = learnt_drafter("medusa", target, num_children=1)
     proposed: list[tuple[np.ndarray, list[int]]] = []
     propose = drafter.propose
 
@@ -129,16 +131,21 @@ def test_chains_in_the_engine_are_the_heads_own() -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (30, 5, 17, 41)]
     made = engine(target, {"medusa": drafter}, max_num_requests=3, max_num_batched_tokens=16)
-    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
-    # Block verification asks for chains.
-    run(made, prompts, sampling, SpeculationParams("medusa", 4, "block"))
+    sampling = SamplingParams(
+        max_tokens=16, ignore_eos=True, temperature=temperature, seed=NOISE_SEED
+    )
+    run(made, prompts, sampling, SpeculationParams("medusa", 4))
     head = learnt_head("medusa")
     assert sum(len(nodes) == 4 for _, nodes in proposed) > 20
     from tests.unit.test_heads import all_hidden
 
     for ids, nodes in proposed[::3]:
         features = all_hidden(family_target("llama"), ids, head.shape)
-        expected = head(features[len(ids) - 2][None])[0].argmax(-1).tolist()
+        levels = head(features[len(ids) - 2][None])[0]
+        expected = [
+            ranked(logits, head, temperature, len(ids) + level)
+            for level, logits in enumerate(levels)
+        ]
         assert nodes == expected[: len(nodes)]
 
 

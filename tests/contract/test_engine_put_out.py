@@ -113,7 +113,7 @@ def test_a_shared_beginning_lets_more_run_in_blocks() -> None:
 
 
 def test_what_is_shared_is_not_counted_again_for_who_comes() -> None:
-    """Under a bound of ten blocks, four requests whose nine blocks are one another's run at once."""
+    """Under a bound of ten blocks, four requests that share nine of them run at once."""
     target = family_target("llama")
     shared = [3 + i % (VOCAB - 3) for i in range(150)]
     bound = 320 * engine(target).cache.bytes_per_row / 2**30

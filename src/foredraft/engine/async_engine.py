@@ -344,9 +344,9 @@ class AsyncStream(AsyncIterator[StreamChunk]):
 
     async def _open(self, start: Callable[[], Run]) -> None:
         """Hand the request over, and wait until it is queued or refused."""
-        channel = self._channel
-        self._engine._inbox.put(lambda: self._engine._open(channel, start))
-        if not self._engine._thread.is_alive():
+        channel, engine = self._channel, self._engine  # not the stream, which may be dropped
+        engine._inbox.put(lambda: engine._open(channel, start))
+        if not engine._thread.is_alive():
             raise EngineClosedError("the engine's thread has stopped")
         await channel.has_news.wait()
         channel.has_news.clear()

@@ -494,3 +494,37 @@ def test_where_all_would_be_served_first_nobody_is() -> None:
     ]
     plain, other = (World(linear(0.1)).run(one, 0.7, 80) for one in (requests, latency))
     np.testing.assert_array_equal(plain, other)
+
+
+def test_what_several_propose_is_worth_the_mean_of_their_words() -> None:
+    """What a and b say is always accepted, what b and c say never; so what of a and c together?
+
+    The largest of the words would be 1, and is too large: it is what pays at no price that
+    the mean does not.
+    """
+    controller = Controller(lambda method: MethodTraits("once", sees_noise=True))
+    controller.cost_table = CostTable(
+        PassTime(b, b * r, 0, linear(0.6)(b, b * r), 0.0) for b in (1, 2) for r in range(1, 9)
+    )
+    votes = {"ab": [0.9, 0.9, -1.0], "bc": [-1.0, 0.9, 0.9], "ac": [0.9, -1.0, 0.9]}
+
+    def a_step(who: str) -> int:
+        plan = StepPlan((segment(),))
+        controller.budget(plan)
+        one = np.ones(1, dtype=np.int64)
+        said = np.array(votes[who])[:, None]
+        asked = DraftBatch(one, 0 * one, np.array([0, 1]), votes=said, voters=("a", "b", "c"))
+        kept = controller.trim(plan, asked)
+        path = one if who == "ab" else one[:0]
+        none = np.zeros(2, dtype=np.int64)
+        verdict = Verdict(path, np.array([0, len(path)]), none[:0], none, np.ones(1, dtype=bool))
+        rows = np.array([0, 2])
+        controller.observe(
+            plan, asked, TargetOutput(torch.empty(0), rows, {}, rows), verdict, 1.6, {"m": 1e-9}
+        )
+        return int(kept.num_nodes[0])
+
+    for _ in range(40):
+        a_step("ab")
+        a_step("bc")
+    assert a_step("ab") == 1 and a_step("ac") == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,7 +170,7 @@ def _learnt(method: str, num_steps: int = 300) -> Any:
     texts = tiny_texts()
     all_of_them = [reader.read(texts[first : first + 24]) for first in range(0, len(texts), 24)]
     for step in range(num_steps):
-        batch, options = all_of_them[step % len(all_of_them)], Options(3, prompt_weight=0.1)
+        batch, options = all_of_them[step % len(all_of_them)], Options(3, prompt_share=0.1)
         if method == "medusa":
             found = medusa_losses(head, batch, weight, options)
         else:
@@ -185,12 +186,27 @@ def learnt_head(method: str) -> Any:
     return copy.deepcopy(_learnt(method))
 
 
-def learnt_drafter(method: str, target: Target, max_num_requests: int = 8, **options: Any) -> Any:
+def with_words(head: Any, words: Sequence[int]) -> Any:
+    """The same head, which drafts by some rows of the target's output layer alone."""
+    made = make_head(head.shape.replace(draft_vocab_size=len(words)))
+    made.load_state_dict(head.state_dict())
+    made.d2t.copy_(torch.tensor(words) - torch.arange(len(words)))
+    return made.eval()
+
+
+def learnt_drafter(
+    method: str,
+    target: Target,
+    max_num_requests: int = 8,
+    words: Sequence[int] = (),
+    **options: Any,
+) -> Any:
     context = DrafterContext(
         VOCAB, target.max_model_len, method=method, max_num_requests=max_num_requests, target=target
     )
     cls = drafter_class(method)
-    made = cls(make_config(cls.Config, options, method), context, learnt_head(method))
+    head = with_words(learnt_head(method), words) if words else learnt_head(method)
+    made = cls(make_config(cls.Config, options, method), context, head)
     assert isinstance(made, HeadDrafter | MedusaDrafter)
     return made
 

@@ -20,9 +20,11 @@ from foredraft.drafters.head_cache import HeadCache, Rows
 from foredraft.drafters.heads import HeadConfig
 from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.heads.checkpoint import load_head, save_head
+from foredraft.heads.own_words import output_for
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.shape import HeadShape, default_feature_layers, shape_for
 from foredraft.heads.trained import shipped_head
+from foredraft.model import packed_linear
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.registry import drafter_class
 from foredraft.train.features import Batch, FeatureReader
@@ -39,10 +41,12 @@ from tests.heads import (
     ranked,
     sizes,
     tiny_texts,
+    with_words,
 )
 from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
 
 WORDS = [1, 4, 5, 9, 17, 20, 33, 40]
+FEW = tuple(range(5, VOCAB, 3))
 
 
 def shapes() -> list[HeadShape]:
@@ -53,6 +57,8 @@ def shapes() -> list[HeadShape]:
         dataclasses.replace(shape_for(config, "eagle"), has_fc_bias=True),
         shape_for(config, "mtp"),
         dataclasses.replace(shape_for(config, "mtp"), hidden_first=True),
+        shape_for(config, "eagle", len(WORDS)),
+        shape_for(config, "mtp", len(WORDS)),
         eagle3,
         dataclasses.replace(eagle3, norm_before_residual=True),
         dataclasses.replace(eagle3, norm_before_fc=True),
@@ -62,7 +68,19 @@ def shapes() -> list[HeadShape]:
 
 
 def names() -> list[str]:
-    return ["eagle", "bias", "mtp", "hidden first", "eagle3", "residual", "norm", "norms", "wide"]
+    return [
+        "eagle",
+        "bias",
+        "mtp",
+        "hidden first",
+        "eagle words",
+        "mtp words",
+        "eagle3",
+        "residual",
+        "norm",
+        "norms",
+        "wide",
+    ]
 
 
 SHAPES = pytest.mark.parametrize("shape", shapes(), ids=names())
@@ -244,8 +262,9 @@ def test_rows_of_a_text_and_of_a_tree(shape: HeadShape) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_measuring", [False, True])
 @SHAPES
-def test_training_unrolls_what_drafting_does(shape: HeadShape) -> None:
+def test_training_unrolls_what_drafting_does(shape: HeadShape, is_measuring: bool) -> None:
     """Every row of every level of the training-time test is the draft that begins there."""
     words = WORDS if shape.has_own_words else None
     head = random_head(shape, words=words)
@@ -287,8 +306,12 @@ def test_training_unrolls_what_drafting_does(shape: HeadShape) -> None:
                 law = torch.softmax(teacher, 0)
                 loss = -(law * torch.log_softmax(student, 0)).sum()
                 is_counted = i + 2 + level >= 4
-                record.append((level, float(loss), 1.0 if is_counted else 0.5))
-                survives &= bool(student.argmax() == teacher.argmax())
+                record.append((level, float(loss), float(is_counted or not is_measuring)))
+                if is_measuring:
+                    best = int((output.double() @ final[text, i + 1 + level].double()).argmax())
+                    survives &= int(head.target_ids[student.argmax()]) == best
+                else:
+                    survives &= bool(student.argmax() == teacher.argmax())
                 survivors[level] += survives and is_counted
                 counts[level] += is_counted
     for level in range(levels):
@@ -296,7 +319,8 @@ def test_training_unrolls_what_drafting_does(shape: HeadShape) -> None:
         mean = sum(loss * w for loss, w in own_rows) / sum(w for _, w in own_rows)
         total += 0.7**level * mean
         weights += 0.7**level
-    options = Options(levels, decay=0.7, prompt_weight=0.5)
+    share = 0.0 if is_measuring else 1.0
+    options = Options(levels, decay=0.7, prompt_share=share, is_measuring=is_measuring)
     with torch.no_grad():
         found = losses(head, batch, embed, output, options)
     assert float(found.total) == pytest.approx(total / weights, rel=1e-4)
@@ -304,14 +328,20 @@ def test_training_unrolls_what_drafting_does(shape: HeadShape) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", RECURRENT)
-def test_chains_in_the_engine_are_the_heads_own(method: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [*((method, ()) for method in RECURRENT), ("eagle", FEW), ("mtp", FEW)],
+    ids=[*RECURRENT, "eagle words", "mtp words"],
+)
+def test_chains_in_the_engine_are_the_heads_own(
+    method: str, words: tuple[int, ...], temperature: float
+) -> None:
     """What is drafted, in a batch, with prompts in chunks, is what the head says of the text.
 
     At a temperature with the noise that the target will add at that very position.
     """
     target = family_target("llama")
-    drafter = learnt_drafter(method, target, num_children=1)
+    drafter = learnt_drafter(method, target, num_children=1, words=words)
     proposed: list[tuple[np.ndarray, list[int]]] = []
     propose = drafter.propose
 
@@ -331,14 +361,16 @@ def test_chains_in_the_engine_are_the_heads_own(method: str, temperature: float)
         max_tokens=16, ignore_eos=True, temperature=temperature, seed=NOISE_SEED
     )
     run(the_engine, prompts, sampling, SpeculationParams(method, 4))
-    head = learnt_head(method)
+    head = with_words(learnt_head(method), words) if words else learnt_head(method)
     raw = family_target("llama", packs=False).model
+    output = raw.get_output_embeddings().weight.detach().double()
+    output = output[head.target_ids] if words else output
     table = raw.get_input_embeddings().weight.detach().double()
     assert sum(len(nodes) == 4 for _, nodes in proposed) > 20
     model = family_target("llama")
     for ids, nodes in proposed[::11]:
         features = all_hidden(model, ids, head.shape)
-        plain = Plain(head, raw.get_output_embeddings().weight.detach().double())
+        plain = Plain(head, output)
         hidden = None
         for i in range(len(ids) - 1):
             fused = plain.fuse(features[i].double())
@@ -355,6 +387,20 @@ def all_hidden(target: Any, ids: np.ndarray, shape: HeadShape) -> torch.Tensor:
     """The target's features of every token of a text."""
     batch = FeatureReader(target, shape.feature_layers, len(ids)).read([Text(ids, 1)])
     return batch.features[0]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_output_layer_for_some_words(has_bias: bool, is_packed: bool) -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(300, 50, bias=has_bias)).requires_grad_(False)
+    x = torch.randn(4, 300)
+    want = whole(x)[:, WORDS]
+    if is_packed:
+        packed_linear.pack_linear_layers(whole)
+    found = output_for(whole, torch.tensor(WORDS), torch.empty(300, 0))
+    assert (found.bias is not None) == has_bias
+    torch.testing.assert_close(found(x), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", HEAD_METHODS)

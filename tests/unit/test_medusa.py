@@ -94,7 +94,7 @@ def test_each_head_learns_what_the_target_says_further_ahead(words: list[int] | 
                 teacher = (own @ final[text, i + 1 + level]).double()
                 loss = -(torch.softmax(teacher, 0) * torch.log_softmax(student, 0)).sum()
                 is_counted = i + 2 + level >= 4
-                rows[level].append((float(loss), 1.0 if is_counted else 0.5))
+                rows[level].append((float(loss), 1.0))
                 survives &= bool(student.argmax() == teacher.argmax())
                 survivors[level] += survives and is_counted
                 counts[level] += is_counted
@@ -104,7 +104,7 @@ def test_each_head_learns_what_the_target_says_further_ahead(words: list[int] | 
         weights += 0.7**level
     batch = Batch(ids, is_real, is_answer, features, final)
     with torch.no_grad():
-        found = medusa_losses(head, batch, output, Options(decay=0.7, prompt_weight=0.5))
+        found = medusa_losses(head, batch, output, Options(decay=0.7, prompt_share=1.0))
     assert float(found.total) == pytest.approx(total / weights, rel=1e-4)
     assert found.accepted.tolist() == survivors and found.counted.tolist() == counts
 

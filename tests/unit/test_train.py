@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from foredraft.heads.shape import shape_for
 from foredraft.model.loader import Target, prepare_target
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.train.begin import begin_from_target, choose_words
-from foredraft.train.features import FeatureReader
+from foredraft.train.features import Batch, FeatureReader
 from foredraft.train.run import Run, train
 from foredraft.train.texts import Text, answer, answered, batches, read_prompts
 from foredraft.train.trainer import TrainConfig, Trainer
+from foredraft.train.unroll import Teacher
 from tests.folders import CONTEXT, VOCAB, make_folder, make_model, make_tokenizer
+from tests.tiny import warnings_logged
 
 PROMPTS = [f"one two {word} three" for word in ("red", "blue", "fox", "bird", "hill", "tree")]
 QUICK = TrainConfig(
@@ -175,6 +178,93 @@ def test_features_are_transformers_hidden_states(target: Target, texts: list[Tex
         assert batch.is_answer[row].nonzero().flatten().tolist() == list(range(4, size))
 
 
+# --------------------------------------------------------------------------------- features kept
+
+
+def reader_of(target: Target, folder: Path, most: int = 10**9) -> FeatureReader:
+    return FeatureReader(target, (1, 2), 64, keep_in=folder, keep_bytes=most, num_tokens=10**6)
+
+
+def test_features_are_computed_once_and_read_again(
+    target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = FeatureReader(target, (1, 2), 64).read(texts[:6])
+    reader = reader_of(target, tmp_path)
+    first = reader.read(texts[:6])
+    monkeypatch.setattr(reader._runner, "forward", None)  # whoever computes now fails
+    second = reader.read(texts[5:0:-1])
+    for name in ("features", "final"):
+        torch.testing.assert_close(
+            getattr(first, name), getattr(plain, name).bfloat16().float(), rtol=0, atol=0
+        )
+        size = getattr(second, name).shape[1]
+        for row in range(5):
+            assert torch.equal(getattr(second, name)[row], getattr(first, name)[5 - row, :size])
+    assert reader.store is not None
+    num_rows = sum(len(text.token_ids) for text in texts[:6])
+    size = int(target.model.config.hidden_size) * len({1, 2, target.model.config.num_hidden_layers})
+    assert reader.store.num_bytes == num_rows * size * 2
+    reader.store.close()
+    # Another run takes over what is whole: the last line is cut off, as by a kill.
+    more = reader_of(target, tmp_path)
+    more.read(texts[6:9])
+    assert more.store is not None
+    more.store.close()
+    index = tmp_path / "index"
+    index.write_text(index.read_text()[:-9])
+    again = reader_of(target, tmp_path)
+    assert again.store is not None and again.store.num_bytes == reader.store.num_bytes
+    assert all(again.store.get(text) is not None for text in texts[:6])
+    assert again.store.get(texts[7]) is None
+    again.store.close()
+    other = FeatureReader(target, (0,), 64, keep_in=tmp_path, keep_bytes=10**9, num_tokens=10**6)
+    assert other.store is not None and other.store.num_bytes == 0
+    other.store.remove()
+    assert not tmp_path.exists()
+
+
+def test_features_stay_within_their_bound(
+    target: Target, texts: list[Text], tmp_path: Path
+) -> None:
+    reader = reader_of(target, tmp_path, most=20_000)
+    for first in range(0, 12, 2):
+        reader.read(texts[first : first + 2])
+    assert reader.store is not None
+    assert 0 < reader.store.num_bytes <= 20_000
+    assert (tmp_path / "rows").stat().st_size == reader.store.num_bytes
+
+
+def test_a_disk_without_room_is_said(
+    target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(DataError, match=r"features are to be kept in .* GB are free there"):
+        Trainer(new_head(target), target, texts, QUICK, tmp_path / "a")
+    monkeypatch.undo()
+    (tmp_path / "b").write_text("a file")
+    with pytest.raises(DataError, match="features cannot be kept in"):
+        reader_of(target, tmp_path / "b")
+    # It runs full in the midst of a run: what was kept is used, the rest is computed.
+    reader = reader_of(target, tmp_path / "c")
+    reader.read(texts[:2])
+    store = reader.store
+    assert store is not None
+
+    class Full:
+        def seek(self, place: int) -> None:
+            raise OSError("No space left on device")
+
+    rows, store._rows = store._rows, Full()  # type: ignore[assignment]
+    with warnings_logged() as said:
+        reader.read(texts[2:4])
+        reader.read(texts[4:6])
+    assert len(said) == 1 and "No space left" in said[0]
+    store._rows = rows
+    assert store.get(texts[0]) is not None and store.get(texts[3]) is None
+    store.close()
+
+
 # --------------------------------------------------------------------------------- training
 
 
@@ -188,7 +278,7 @@ def test_a_head_learns(kind: str, target: Target, texts: list[Text], tmp_path: P
     before = trainer.measure()
     after = trainer.run(said.append)  # the held-out texts are among those it learns from
     assert len(after) == 3 and after[0] > before[0]
-    assert after[0] > (0.05 if kind == "eagle" else 0.2)  # EAGLE learns to stand for a feature
+    assert after[0] > (0.05 if kind == "eagle" else 0.1)  # EAGLE learns to stand for a feature
     assert after[0] >= after[1] >= after[2]
     assert said[-1].loss < said[0].loss and said[-1].share > 0.9
     record = json.loads((tmp_path / "run.json").read_text())
@@ -279,6 +369,31 @@ def test_the_words_of_a_head_go_on_with_it(
     assert trainer.head.d2t.tolist() == (torch.arange(64) * 4).tolist()
 
 
+def test_of_prompts_a_share_is_learnt_and_of_answers_all() -> None:
+    torch.manual_seed(0)
+    is_real = torch.ones(4, 500, dtype=torch.bool)
+    is_real[2, 300:] = False
+    is_answer = torch.zeros(4, 500, dtype=torch.bool)
+    is_answer[:, 200:250] = True
+    final = torch.randn(4, 500, 8)
+    batch = Batch(torch.zeros(4, 500, dtype=torch.int64), is_real, is_answer, final, final)
+    output = torch.randn(30, 8)
+    for share in (0.0, 0.25, 1.0):
+        teacher = Teacher(batch, output, None, share)
+        assert teacher.rows[:, 199:250].all() and not teacher.rows[~is_real].any()
+        others = is_real & ~teacher.is_answer
+        found = float(teacher.rows[others].float().mean())
+        assert found == share or (0 < share < 1 and abs(found - share) < 0.05)
+        # Each row has its own part of what the target says.
+        goal = teacher.goal(3, 100)
+        student = final[:, 4:104][goal.rows] @ output.T
+        loss, is_same = goal.distance(student)
+        law = torch.softmax(student, -1)
+        entropy = -(law * law.log()).sum(-1).mean() if len(law) else 0.0
+        assert float(loss) == pytest.approx(float(entropy), abs=1e-4)
+        assert is_same[goal.rows].all() and not is_same[~goal.rows].any()
+
+
 def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_path: Path) -> None:
     for name, value, shown in (
         ("learning_rate", 0.0, "learning_rate is 0.0; allowed is a number above 0"),
@@ -290,7 +405,7 @@ def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_p
         ("clip", float("nan"), "clip is nan"),
         ("checkpoint_minutes", 0, "checkpoint_minutes is 0"),
         ("warm_up", -0.1, "warm_up is -0.1; allowed is a number of 0 or more"),
-        ("prompt_weight", -1, "prompt_weight is -1"),
+        ("prompt_share", -1, "prompt_share is -1"),
         ("regression", float("inf"), "regression is inf"),
         ("minutes", -1, "minutes is -1"),
     ):
@@ -328,7 +443,7 @@ def test_the_command_trains_what_the_engine_loads(
     arguments += ["--num-prompts", 8, "--answer-tokens", 16, "--answer-minutes", 5]
     arguments += ["--draft-vocab-size", 64, "--minutes", 0.05, "--num-epochs", 50]
     arguments += ["--batch-tokens", 128, "--max-len", 64, "--num-levels", 2, "--seed", 3]
-    arguments += ["--learning-rate", 0.003, "--prompt-weight", 0.5, "--regression", 0]
+    arguments += ["--learning-rate", 0.003, "--prompt-share", 0.5, "--regression", 0]
     arguments += ["--num-held-out", 2, "--checkpoint-minutes", 1, "--device", "cpu"]
     run_command(*arguments, "--json")
     found = json.loads(capsys.readouterr().out)

@@ -44,9 +44,7 @@ def train(
     answer_minutes: Annotated[
         float, typer.Option(help="Answer for so long at most; 0 answers all.")
     ] = 0.0,
-    draft_vocab_size: Annotated[
-        int, typer.Option(help="eagle3, medusa: words that are drafted; 0 is all.")
-    ] = 8192,
+    draft_vocab_size: Annotated[int, typer.Option(help="Words that are drafted; 0 is all.")] = 8192,
     minutes: Annotated[
         float, typer.Option(help="Learn for so long; 0 goes by --num-epochs.")
     ] = 0.0,
@@ -57,12 +55,18 @@ def train(
         int, typer.Option(help="Levels of the training-time test; Medusa: heads.")
     ] = 4,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 5e-4,
-    prompt_weight: Annotated[float, typer.Option(help="Of prompts' tokens; answers' are 1.")] = 0.2,
+    prompt_share: Annotated[
+        float, typer.Option(help="Share of the prompts' tokens that are learnt from, too.")
+    ] = 0.2,
     regression: Annotated[
         float, typer.Option(help="Weight of the distance to the target's feature (EAGLE-1).")
     ] = 0.0,
     num_held_out: Annotated[int, typer.Option(help="Texts to measure on.")] = 48,
     checkpoint_minutes: Annotated[float, typer.Option(help="Between checkpoints.")] = 5.0,
+    feature_gb: Annotated[
+        float,
+        typer.Option(help="Gigabytes of features to keep on disk meanwhile; 0 keeps none."),
+    ] = 4.0,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda[:index].")] = "auto",
     as_json: Annotated[
@@ -100,11 +104,12 @@ def train(
             batch_tokens=batch_tokens,
             max_len=max_len,
             num_levels=num_levels,
-            prompt_weight=prompt_weight,
+            prompt_share=prompt_share,
             regression=regression,
             num_held_out=num_held_out,
             minutes=minutes,
             checkpoint_minutes=checkpoint_minutes,
+            feature_gb=feature_gb,
             seed=seed,
         ),
     )

@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.drafters.draft_picks import rank
 from foredraft.drafters.head_cache import HeadCache, HeadState, Rows
 from foredraft.errors import ConfigError
 from foredraft.heads.checkpoint import load_head
+from foredraft.heads.own_words import output_for
 from foredraft.heads.recurrent import Output, RecurrentHead
 from foredraft.heads.trained import shipped_head
 from foredraft.model import packed_linear
@@ -153,9 +155,14 @@ class HeadDrafter(Drafter):
             learns=False,
         )
         self._layers = head.shape.feature_layers
-        output = target.model.get_output_embeddings()
-        self._output: Output | None = output
         embed = target.model.get_input_embeddings()
+        output = target.model.get_output_embeddings()
+        if head.shape.has_own_words and head.shape.kind != "eagle3":
+            own = nn.Sequential(output_for(output, head.target_ids, embed.weight[:1].T))
+            if packed_linear.can_pack(target.dtype, target.device):
+                packed_linear.pack_linear_layers(own)
+            output = own
+        self._output: Output | None = output
         capacity = context.max_model_len + config.width * config.max_depth
         self._cache = HeadCache(head, embed, 2 * context.max_num_requests, capacity)
         self._states: dict[str, HeadState] = {}

@@ -87,7 +87,8 @@ def load_head(
     """
     folder = Path(folder)
     config, tensors = _read(folder)
-    if "midlayer.self_attn.q_proj.weight" not in tensors and "d2t" in tensors:
+    is_known = config.get("foredraft_kind") not in (None, "eagle3")
+    if "midlayer.self_attn.q_proj.weight" not in tensors and "d2t" in tensors and not is_known:
         tensors = {_renamed(name): tensor for name, tensor in tensors.items()}
     shape = _shape(folder, config, tensors, target)
     head = make_head(shape)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from foredraft.errors import ConfigError
-from foredraft.heads.checkpoint import config_of, save_head
+from foredraft.heads.checkpoint import config_of, make_head, save_head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import RecurrentHead
 
@@ -75,9 +75,18 @@ def export_head(
     folder = Path(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; name a folder that is not there yet.")
-    save_head(head, folder, name, target)
+    save_head(_with_all_words(head), folder, name, target)
     if layout == "speculators":
         _as_speculators(folder, head, name, target)
+
+
+def _with_all_words(head: RecurrentHead | MedusaHead) -> RecurrentHead | MedusaHead:
+    """An EAGLE head as others have it: by the target's whole output layer."""
+    if head.shape.kind != "eagle" or not head.shape.has_own_words:
+        return head
+    whole = make_head(head.shape.replace(draft_vocab_size=head.shape.vocab_size))
+    whole.load_state_dict(head.state_dict())
+    return whole
 
 
 def _as_speculators(folder: Path, head: RecurrentHead | MedusaHead, name: str, target: Any) -> None:

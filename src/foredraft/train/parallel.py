@@ -10,7 +10,7 @@ import torch
 
 from foredraft.heads.medusa import MedusaHead
 from foredraft.train.features import Batch
-from foredraft.train.unroll import Goal, Losses, Options, mean
+from foredraft.train.unroll import Losses, Options, teacher_of
 
 
 def medusa_losses(
@@ -24,7 +24,7 @@ def medusa_losses(
         output_weight: Of its output layer, [vocab_size, hidden_size].
         options: ``num_levels`` and ``regression`` are not read: heads are as many as there are.
     """
-    own_words = output_weight[head.target_ids] if head.shape.has_own_words else output_weight
+    teacher = teacher_of(head, batch, output_weight, options)
     num_tokens = batch.token_ids.shape[1]
     total = output_weight.new_zeros(())
     weight_of_all = 0.0
@@ -34,11 +34,11 @@ def medusa_losses(
         size = num_tokens - 1 - level
         if size < 2:
             break
-        goal = Goal(batch, own_words, level, size, options.prompt_weight)
+        goal = teacher.goal(level, size)
         features = batch.features[:, :size][goal.rows].to(output_weight.dtype)
-        per_row, is_same = goal.distance(one(features))
+        value, is_same = goal.distance(one(features))
         level_weight = options.decay**level
-        total = total + level_weight * mean(per_row, goal.weight[goal.rows])
+        total = total + level_weight * value
         weight_of_all += level_weight
         survives = survives[:, :size] & is_same
         accepted.append((survives & goal.is_answer).sum())

@@ -38,7 +38,7 @@ class Run:
         answer_tokens: Most tokens of an answer.
         answer_minutes: Answer for so long at most, 0 until all are answered; below 0 takes those
             that there are.
-        draft_vocab_size: EAGLE-3 and Medusa: words that are drafted; 0 takes all of the target's.
+        draft_vocab_size: Words that are drafted; 0 takes all of the target's.
         device: As for the engine.
         train: Options of the loop.
     """
@@ -91,8 +91,7 @@ def train(
     texts = _texts(run, prompts, tell_answers, say)
     say("Loading the target to read its features.")
     target = load_target(EngineConfig(run.model, "float32", run.device), say, packs=False)
-    num_words = run.draft_vocab_size if run.method in ("eagle3", "medusa") else 0
-    num_words = min(num_words or target.vocab_size, target.vocab_size)
+    num_words = min(run.draft_vocab_size or target.vocab_size, target.vocab_size)
     head: RecurrentHead | MedusaHead
     if run.init:
         load = load_medusa if run.method == "medusa" else load_head

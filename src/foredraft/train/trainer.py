@@ -43,12 +43,14 @@ class TrainConfig:
         batch_tokens: Tokens of a step, padding counted.
         max_len: Longest text; what is longer is cut.
         num_levels: Levels of the training-time test.
-        prompt_weight: Of tokens of prompts, where those of answers count 1.
+        prompt_share: Share of the prompts' tokens that are learnt from; of answers all are.
         regression: Weight of the distance to the target's feature, 0 for none.
         clip: Largest norm of a gradient.
         num_held_out: Texts that are not learnt from but measured on.
         minutes: The run ends after so many, its schedule fitted to them; 0 goes by epochs.
         checkpoint_minutes: Between checkpoints.
+        feature_gb: Most gigabytes of the target's features that are kept on disk while the run
+            lasts, so that a text is read by the target once; 0 computes them each time.
         seed: Of everything random.
 
     Raises:
@@ -61,12 +63,13 @@ class TrainConfig:
     batch_tokens: int = 4096
     max_len: int = 512
     num_levels: int = 4
-    prompt_weight: float = 0.2
+    prompt_share: float = 0.2
     regression: float = 0.0
     clip: float = 0.5
     num_held_out: int = 48
     minutes: float = 0.0
     checkpoint_minutes: float = 5.0
+    feature_gb: float = 4.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ class TrainConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value <= least:
                 raise ConfigError(f"{name} is {value!r}; allowed is a number above 0.")
-        for name in ("warm_up", "prompt_weight", "regression", "minutes"):
+        for name in ("warm_up", "prompt_share", "regression", "minutes", "feature_gb"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} is {value!r}; allowed is a number of 0 or more.")
@@ -149,12 +152,19 @@ class Trainer:
         self._texts = list(texts[: -config.num_held_out])
         num_levels = head.shape.num_levels or config.num_levels  # Medusa has as many as heads
         self._options = Options(
-            num_levels, prompt_weight=config.prompt_weight, regression=config.regression
+            num_levels, prompt_share=config.prompt_share, regression=config.regression
         )
-        self._reader = FeatureReader(target, head.shape.feature_layers, config.max_len)
         self._embed = target.model.get_input_embeddings()
         self._output_weight = target.model.get_output_embeddings().weight.detach()
         self._accelerator = Accelerator(cpu=target.device.type == "cpu")
+        self._reader = FeatureReader(
+            target,
+            head.shape.feature_layers,
+            config.max_len,
+            keep_in=self._features if config.feature_gb else None,
+            keep_bytes=int(config.feature_gb * 1e9),
+            num_tokens=sum(min(config.max_len, len(text.token_ids)) for text in texts),
+        )
         optimizer = torch.optim.AdamW(
             head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
         )
@@ -168,6 +178,11 @@ class Trainer:
     @property
     def _checkpoint(self) -> Path:
         return self.folder / "checkpoint"
+
+    @property
+    def _features(self) -> Path:
+        """Each process keeps its own."""
+        return self.folder / f"features-{self._accelerator.process_index}"
 
     def run(self, tell: Callable[[Progress], None]) -> tuple[float, ...]:
         """Train to the end; return the survival on held-out answers, by level."""
@@ -202,6 +217,8 @@ class Trainer:
             self.epoch, self.batch = epoch + 1, 0
         self.survival = self.measure()
         self.save()
+        if self._reader.store is not None:
+            self._reader.store.remove()
         return self.survival
 
     @torch.no_grad()
@@ -212,7 +229,7 @@ class Trainer:
         num_levels = self._options.num_levels
         accepted, counted = torch.zeros(num_levels), torch.zeros(num_levels)
         for batch in batches(self._held_out, self.config.batch_tokens, self.config.max_len, rng):
-            options = dataclasses.replace(self._options, prompt_weight=0.0)
+            options = dataclasses.replace(self._options, prompt_share=0.0, is_measuring=True)
             found = self._losses(self._reader.read(batch), options)
             size = len(found.accepted)  # short texts have fewer levels
             accepted[:size] += found.accepted.cpu()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import Output, RecurrentHead
 from foredraft.train.features import Batch
 
@@ -25,14 +26,16 @@ class Options:
     Attributes:
         num_levels: Levels that are unrolled.
         decay: Weight of a level over that of the one before.
-        prompt_weight: Weight of tokens of prompts, where those of answers count 1.
+        prompt_share: Share of the prompts' tokens that are learnt from, where of answers all are.
         regression: Weight of the distance to the target's own feature (EAGLE-1), 0 for none.
+        is_measuring: Words that the head has not got count as missed.
     """
 
     num_levels: int = 4
     decay: float = 0.8
-    prompt_weight: float = 0.2
+    prompt_share: float = 0.2
     regression: float = 0.0
+    is_measuring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,40 +54,68 @@ class Losses:
     counted: torch.Tensor
 
 
-class Goal:
-    """What the rows of a level are to say: row ``i`` the target's words behind ``i + 1 + level``.
+class Teacher:
+    """What the target says behind every token of a batch, and behind which of them a head learns.
+
+    Behind those of answers always; behind those of prompts by chance.
 
     Args:
         batch: Of the target.
-        own_words: Rows of its output layer for the words of the head, [num_words, hidden_size].
-        level: From 0.
-        size: Rows of it.
-        prompt_weight: Of tokens of prompts.
-
-    Attributes:
-        teacher: [B, size, hidden_size], what the target's output layer reads there.
-        is_answer: bool [B, size], rows that tell of an answer's token.
-        weight: [B, size].
-        rows: bool [B, size], those that count at all.
+        output_weight: Of its output layer, [vocab_size, hidden_size].
+        target_ids: int64 [num_words], the words of the head; ``None`` where it has all.
+        prompt_share: Share of the prompts' tokens that are learnt from.
+        is_measuring: The target's likeliest word is sought among all of its words, those that the
+            head has not got too.
     """
 
     def __init__(
         self,
         batch: Batch,
-        own_words: torch.Tensor,
-        level: int,
-        size: int,
-        prompt_weight: float,
+        output_weight: torch.Tensor,
+        target_ids: torch.Tensor | None,
+        prompt_share: float,
+        is_measuring: bool = False,
     ) -> None:
-        """Find them."""
-        read = slice(1 + level, 1 + level + size)
-        is_real = batch.is_real[:, read]
-        after = functional.pad(batch.is_answer, (0, 1))[:, 2 + level : 2 + level + size]
-        self._own_words = own_words
-        self.teacher = batch.final[:, read]
-        self.is_answer = (after | batch.is_answer[:, read]) & is_real
-        self.weight = torch.where(self.is_answer, 1.0, prompt_weight) * is_real
-        self.rows = self.weight > 0
+        """Ask the target once for all levels."""
+        after = functional.pad(batch.is_answer, (0, 1))[:, 1:]
+        self.is_answer = (after | batch.is_answer) & batch.is_real
+        self.rows = self.is_answer.clone()
+        if prompt_share > 0:
+            is_drawn = torch.rand(batch.is_real.shape) < prompt_share
+            self.rows |= is_drawn.to(batch.is_real.device) & batch.is_real
+        self.place = torch.cumsum(self.rows.flatten(), 0).view_as(self.rows) - 1
+        self.own_words = output_weight if target_ids is None else output_weight[target_ids]
+        self.target_ids = target_ids
+        with torch.no_grad():
+            final = batch.final[self.rows].to(output_weight.dtype)
+            logits = functional.linear(final, self.own_words).float()
+            self.law = torch.softmax(logits, dim=-1)
+            if is_measuring and target_ids is not None:
+                self.best = functional.linear(final, output_weight).argmax(-1)
+            else:
+                self.best = self._id_of(logits.argmax(-1))
+
+    def _id_of(self, words: torch.Tensor) -> torch.Tensor:
+        return words if self.target_ids is None else self.target_ids[words]
+
+    def goal(self, level: int, size: int) -> Goal:
+        """What ``size`` rows of a level, counted from 0, are to say."""
+        return Goal(self, slice(1 + level, 1 + level + size))
+
+
+class Goal:
+    """What the rows of a level are to say: row ``i`` the target's words behind ``i + 1 + level``.
+
+    Attributes:
+        rows: bool [B, size], those that count.
+        is_answer: bool [B, size], those of them that tell of an answer's token.
+    """
+
+    def __init__(self, teacher: Teacher, read: slice) -> None:
+        """A part of what the teacher says."""
+        self._teacher = teacher
+        self.rows, self.is_answer = teacher.rows[:, read], teacher.is_answer[:, read]
+        self._places = teacher.place[:, read][self.rows]
 
     def distance(self, student: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How far a head is from it.
@@ -93,17 +124,15 @@ class Goal:
             student: Its logits at ``rows``, [num_rows, num_words].
 
         Returns:
-            The cross-entropy of each row, [num_rows], and bool [B, size], where both agree on the
+            The mean cross-entropy of the rows, and bool [B, size], where both agree on the
             likeliest word.
         """
-        student = student.float()
+        student, teacher = student.float(), self._teacher
         with torch.no_grad():
-            teacher = self.teacher[self.rows].to(self._own_words.dtype)
-            logits = functional.linear(teacher, self._own_words).float()
-            law = torch.softmax(logits, dim=-1)
             is_same = torch.zeros_like(self.rows)
-            is_same[self.rows] = student.argmax(-1) == logits.argmax(-1)
-        return torch.logsumexp(student, dim=-1) - (law * student).sum(dim=-1), is_same
+            is_same[self.rows] = teacher._id_of(student.argmax(-1)) == teacher.best[self._places]
+        said = (teacher.law[self._places] * student).sum(dim=-1)
+        return mean(torch.logsumexp(student, dim=-1) - said), is_same
 
 
 def losses(
@@ -123,12 +152,12 @@ def losses(
         options: See there.
     """
     num_rows = batch.token_ids.shape[1] - 1
-    own_words = output_weight[head.target_ids] if head.shape.has_own_words else output_weight
+    teacher = teacher_of(head, batch, output_weight, options)
     output: Output | None = None
     if head.shape.kind != "eagle3":
 
         def output(hidden: torch.Tensor) -> torch.Tensor:
-            return functional.linear(hidden, own_words)
+            return functional.linear(hidden, teacher.own_words)
 
     features = batch.features[:, :num_rows].to(output_weight.dtype)
     hidden = head.fuse(features)
@@ -144,14 +173,14 @@ def losses(
         positions = torch.arange(level, level + size, device=hidden.device)[None]
         hidden = head.level(hidden[:, :size], embeds, head.rotate(positions), attend)
         # Row i, fed the token at i + 1 + level, tells of the one after it.
-        goal = Goal(batch, own_words, level, size, options.prompt_weight)
-        per_row, is_same = goal.distance(head.logits(hidden[goal.rows], output))
-        value = mean(per_row, goal.weight[goal.rows])
+        goal = teacher.goal(level, size)
+        value, is_same = goal.distance(head.logits(hidden[goal.rows], output))
         if options.regression:
+            final = batch.final[:, 1 + level : 1 + level + size][goal.rows]
             distance = functional.smooth_l1_loss(
-                hidden.float(), goal.teacher, reduction="none"
+                hidden[goal.rows].float(), final, reduction="none"
             ).mean(-1)
-            value = 0.1 * value + options.regression * mean(distance, goal.weight)
+            value = 0.1 * value + options.regression * mean(distance)
         level_weight = options.decay**level
         total = total + level_weight * value
         weight_of_all += level_weight
@@ -161,9 +190,17 @@ def losses(
     return Losses(total / weight_of_all, torch.stack(accepted), torch.stack(counted))
 
 
-def mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean."""
-    return (values * weights).sum() / weights.sum().clamp(min=1.0)
+def teacher_of(
+    head: RecurrentHead | MedusaHead, batch: Batch, output_weight: torch.Tensor, options: Options
+) -> Teacher:
+    """What a head is to learn of a batch."""
+    target_ids = head.target_ids if head.shape.has_own_words else None
+    return Teacher(batch, output_weight, target_ids, options.prompt_share, options.is_measuring)
+
+
+def mean(values: torch.Tensor) -> torch.Tensor:
+    """Of values [n]; 0 where there are none."""
+    return values.sum() / max(1, len(values))
 
 
 class _Unrolled:

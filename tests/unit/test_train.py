@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from foredraft import LLM
 from foredraft.cli.main import main as command
@@ -221,6 +222,36 @@ def test_features_are_computed_once_and_read_again(
     assert other.store is not None and other.store.num_bytes == 0
     other.store.remove()
     assert not tmp_path.exists()
+
+
+def test_heads_of_all_kinds_share_features(
+    target: Target, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, config = tmp_path / "kept", dataclasses.replace(QUICK, num_epochs=1)
+    options: dict[str, Any] = {"record": None, "features": kept}
+    first = Trainer(new_head(target), target, texts, config, tmp_path / "a", **options)
+    # While one writes another reads what there was, which is nothing, and writes nothing.
+    second = Trainer(new_head(target), target, texts, config, tmp_path / "b", **options)
+    torch.manual_seed(0)  # both were made before either ran
+    first.run(lambda now: None)
+    size = (kept / "rows").stat().st_size
+    torch.manual_seed(0)
+    second.run(lambda now: None)
+    assert (kept / "rows").stat().st_size == size > 0
+    heads = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+    assert first._reader.store is not None
+    first._reader.store.close()
+    for kind in ("eagle", "medusa", "mtp"):
+        trainer = Trainer(new_head(target, kind), target, texts, config, tmp_path / kind, **options)
+        monkeypatch.setattr(trainer._reader._runner, "forward", None)  # whoever computes fails
+        trainer.run(lambda now: None)
+        trainer._reader.store.close()  # type: ignore[union-attr]
+    other = FeatureReader(target, (0,), 64, keep_in=kept, keep_bytes=10**9, num_tokens=10**6)
+    with pytest.raises(DataError, match="another run that reads other features is writing there"):
+        Trainer(new_head(target), target, texts, config, tmp_path / "c", **options)
+    assert other.store is not None
+    other.store.remove()
 
 
 def test_features_stay_within_their_bound(
@@ -445,6 +476,7 @@ def test_the_command_trains_what_the_engine_loads(
     arguments += ["--batch-tokens", 128, "--max-len", 64, "--num-levels", 2, "--seed", 3]
     arguments += ["--learning-rate", 0.003, "--prompt-share", 0.5, "--regression", 0]
     arguments += ["--num-held-out", 2, "--checkpoint-minutes", 1, "--device", "cpu"]
+    arguments += ["--feature-gb", 0.5, "--features", tmp_path / "features"]
     run_command(*arguments, "--json")
     found = json.loads(capsys.readouterr().out)
     assert len(found["held_out_survival"]) == 2

@@ -67,6 +67,10 @@ def train(
         float,
         typer.Option(help="Gigabytes of features to keep on disk meanwhile; 0 keeps none."),
     ] = 4.0,
+    features: Annotated[
+        Path | None,
+        typer.Option(help="Keep features there, for runs of other heads of this target, too."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda[:index].")] = "auto",
     as_json: Annotated[
@@ -97,6 +101,7 @@ def train(
         answer_tokens=answer_tokens,
         answer_minutes=answer_minutes,
         draft_vocab_size=draft_vocab_size,
+        features=features,
         device=device,
         train=TrainConfig(
             learning_rate=learning_rate,

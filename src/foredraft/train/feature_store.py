@@ -3,7 +3,8 @@
 Reading a text costs a pass of the whole target; reading it again from disk costs nothing beside
 that. What is kept is rounded to bfloat16, and so is what is not kept, so that it makes no
 difference to a run whether there was room. Texts of a batch are kept together or not at all: a run
-that was killed and goes on reads what it would have computed.
+that was killed and goes on reads what it would have computed. One process writes; others that use
+the same folder meanwhile read what it had when they began.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import torch
 
@@ -48,6 +49,8 @@ class FeatureStore:
         self._end = 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self._folder / "lock").open("a")
+            self._is_writing = _is_first(self._lock)
             self._take_over(f"{owner} {width}")
             self._rows: BinaryIO = (self._folder / "rows").open("r+b")
             self._index = (self._folder / "index").open("a", encoding="utf-8")
@@ -56,7 +59,7 @@ class FeatureStore:
             raise DataError(
                 f"features cannot be kept in {self._folder} ({said(error)})."
             ) from error
-        if self._end + free < most_bytes:
+        if self._is_writing and self._end + free < most_bytes:
             self.close()
             raise DataError(
                 f"{most_bytes / 1e9:.3f} GB of features are to be kept in {self._folder}, and "
@@ -83,7 +86,7 @@ class FeatureStore:
     def put(self, texts: Sequence[Text], rows: Sequence[torch.Tensor]) -> None:
         """Keep the rows of texts, bfloat16 [num_tokens, width] each: all of them, or none."""
         size = sum(len(part) for part in rows) * self._row_bytes
-        if not size or self._end + size > self._most_bytes:
+        if not size or not self._is_writing or self._end + size > self._most_bytes:
             return
         line: dict[str, tuple[int, int]] = {}
         try:
@@ -111,6 +114,7 @@ class FeatureStore:
         """Close the files."""
         self._rows.close()
         self._index.close()
+        self._lock.close()
 
     def remove(self) -> None:
         """Close it, and give the disk back."""
@@ -121,6 +125,8 @@ class FeatureStore:
         """Read the index of what the same owner left; begin anew where it is another's."""
         mark, index, rows = (self._folder / name for name in ("owner", "index", "rows"))
         if not mark.is_file() or mark.read_text(encoding="utf-8") != owner:
+            if not self._is_writing:
+                raise OSError("another run that reads other features is writing there")
             mark.unlink(missing_ok=True)
             index.unlink(missing_ok=True)
             rows.write_bytes(b"")
@@ -140,7 +146,21 @@ class FeatureStore:
             self._places |= found
             self._end = max(self._end, end)
             whole.append(line)
-        index.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+        if self._is_writing:
+            index.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+
+
+def _is_first(lock: TextIO) -> bool:
+    """Whether nobody else holds a lock, which is held from here on."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system: one process at a time
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _name(text: Text) -> str:

@@ -48,6 +48,7 @@ class FeatureReader:
         keep_in: Folder to keep features in; ``None`` computes them each time.
         keep_bytes: Most bytes of them.
         num_tokens: Of all texts that will be read; no more than theirs is asked of the disk.
+        keep_layers: Layers to keep besides, for heads of other kinds.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FeatureReader:
         keep_in: Path | None = None,
         keep_bytes: int = 0,
         num_tokens: int = 0,
+        keep_layers: tuple[int, ...] = (),
     ) -> None:
         """Reserve a cache that each pass fills anew."""
         self._target, self._layers = target, layers
@@ -67,7 +69,7 @@ class FeatureReader:
             target.layers, max_batch, max_len, target.dtype, target.device
         )
         self._slots = [self._cache.allocate() for _ in range(max_batch)]
-        self._kept = tuple(sorted({*layers, self._last}))
+        self._kept = tuple(sorted({*layers, *keep_layers, self._last}))
         self._size = int(target.model.config.hidden_size)
         self._runner = Runner(target, self._cache, self._kept)
         self.store: FeatureStore | None = None

@@ -39,6 +39,8 @@ class Run:
         answer_minutes: Answer for so long at most, 0 until all are answered; below 0 takes those
             that there are.
         draft_vocab_size: Words that are drafted; 0 takes all of the target's.
+        features: Folder to keep features in for other runs too; ``None`` keeps them in ``out``
+            while the run lasts.
         device: As for the engine.
         train: Options of the loop.
     """
@@ -54,6 +56,7 @@ class Run:
     answer_tokens: int = 256
     answer_minutes: float = 0.0
     draft_vocab_size: int = 8192
+    features: Path | None = None
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -124,7 +127,7 @@ def train(
         "date": time.strftime("%Y-%m-%d"),
     }
     say(f"Learning from {len(texts):,} texts with {num_answer:,} tokens of answers.")
-    return Trainer(head, target, texts, run.train, run.out, record).run(tell)
+    return Trainer(head, target, texts, run.train, run.out, record, run.features).run(tell)
 
 
 def _prompts(run: Run) -> list[str]:

@@ -23,6 +23,7 @@ from foredraft.errors import ConfigError, MissingExtraError, said
 from foredraft.heads.checkpoint import save_head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import RecurrentHead
+from foredraft.heads.shape import default_feature_layers
 from foredraft.train.features import Batch, FeatureReader
 from foredraft.train.parallel import medusa_losses
 from foredraft.train.texts import Text, batches
@@ -121,6 +122,8 @@ class Trainer:
         config: Options.
         folder: Where the head and its checkpoints go.
         record: What else to write into the run record.
+        features: Folder to keep features in for other runs too, of heads of any kind; ``None``
+            keeps them in ``folder`` while the run lasts.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Trainer:
         config: TrainConfig,
         folder: str | Path,
         record: dict[str, Any] | None = None,
+        features: Path | None = None,
     ) -> None:
         """Make the optimiser; go on where a checkpoint in the folder stands."""
         try:
@@ -161,10 +165,12 @@ class Trainer:
             target,
             head.shape.feature_layers,
             config.max_len,
-            keep_in=self._features if config.feature_gb else None,
+            keep_in=(features or self._features) if config.feature_gb else None,
             keep_bytes=int(config.feature_gb * 1e9),
             num_tokens=sum(min(config.max_len, len(text.token_ids)) for text in texts),
+            keep_layers=_layers_of_all(target) if features else (),
         )
+        self._keeps_features = features is not None
         optimizer = torch.optim.AdamW(
             head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
         )
@@ -217,7 +223,7 @@ class Trainer:
             self.epoch, self.batch = epoch + 1, 0
         self.survival = self.measure()
         self.save()
-        if self._reader.store is not None:
+        if self._reader.store is not None and not self._keeps_features:
             self._reader.store.remove()
         return self.survival
 
@@ -345,6 +351,11 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(found.total.detach())
+
+
+def _layers_of_all(target: Target) -> tuple[int, ...]:
+    """Layers that heads of any kind read, if they are new."""
+    return default_feature_layers(int(target.model.config.num_hidden_layers))
 
 
 def _write(path: Path, text: str) -> None:

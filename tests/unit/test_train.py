@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,14 @@ from foredraft import LLM
 from foredraft.cli.main import main as command
 from foredraft.errors import ConfigError, DataError, ModelLoadError
 from foredraft.heads.checkpoint import load_head, load_medusa, make_head
+from foredraft.heads.draft_model import KeptLayers, load_draft
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.shape import shape_for
 from foredraft.model.loader import Target, prepare_target
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.train.begin import begin_from_target, choose_words
 from foredraft.train.features import Batch, FeatureReader
+from foredraft.train.learner import DraftLearner, HeadLearner
 from foredraft.train.run import Run, train
 from foredraft.train.texts import Text, answer, answered, batches, read_prompts
 from foredraft.train.trainer import TrainConfig, Trainer
@@ -55,6 +60,10 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def texts() -> list[Text]:
+    return some_texts()
+
+
+def some_texts() -> list[Text]:
     rng = np.random.default_rng(1)
     sizes = rng.integers(8, 40, 14).tolist()
     return [Text(rng.integers(5, VOCAB, size), 4) for size in sizes]
@@ -62,13 +71,15 @@ def texts() -> list[Text]:
 
 def new_head(target: Target, kind: str = "eagle3", num_words: int | None = 64) -> Any:
     torch.manual_seed(0)
+    if kind == "draft-model":
+        return DraftLearner(KeptLayers(target, [1], torch.arange(64) * 5), target, False)
     num_words = num_words if kind in ("eagle3", "medusa") else None
     shape = shape_for(target.model.config, kind, num_words, num_levels=3)
     head = MedusaHead(shape) if kind == "medusa" else make_head(shape)
     if num_words is not None:
         head.d2t.copy_(torch.arange(num_words) * 4)
     begin_from_target(head, target)
-    return head
+    return HeadLearner(head, target)
 
 
 # ------------------------------------------------------------------------------------- data
@@ -229,9 +240,9 @@ def test_heads_of_all_kinds_share_features(
 ) -> None:
     kept, config = tmp_path / "kept", dataclasses.replace(QUICK, num_epochs=1)
     options: dict[str, Any] = {"record": None, "features": kept}
-    first = Trainer(new_head(target), target, texts, config, tmp_path / "a", **options)
+    first = Trainer(new_head(target), texts, config, tmp_path / "a", **options)
     # While one writes another reads what there was, which is nothing, and writes nothing.
-    second = Trainer(new_head(target), target, texts, config, tmp_path / "b", **options)
+    second = Trainer(new_head(target), texts, config, tmp_path / "b", **options)
     torch.manual_seed(0)  # both were made before either ran
     first.run(lambda now: None)
     size = (kept / "rows").stat().st_size
@@ -242,14 +253,14 @@ def test_heads_of_all_kinds_share_features(
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
     assert first._reader.store is not None
     first._reader.store.close()
-    for kind in ("eagle", "medusa", "mtp"):
-        trainer = Trainer(new_head(target, kind), target, texts, config, tmp_path / kind, **options)
+    for kind in ("eagle", "medusa", "mtp", "draft-model"):
+        trainer = Trainer(new_head(target, kind), texts, config, tmp_path / kind, **options)
         monkeypatch.setattr(trainer._reader._runner, "forward", None)  # whoever computes fails
         trainer.run(lambda now: None)
         trainer._reader.store.close()  # type: ignore[union-attr]
     other = FeatureReader(target, (0,), 64, keep_in=kept, keep_bytes=10**9, num_tokens=10**6)
     with pytest.raises(DataError, match="another run that reads other features is writing there"):
-        Trainer(new_head(target), target, texts, config, tmp_path / "c", **options)
+        Trainer(new_head(target), texts, config, tmp_path / "c", **options)
     assert other.store is not None
     other.store.remove()
 
@@ -271,7 +282,7 @@ def test_a_disk_without_room_is_said(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(DataError, match=r"features are to be kept in .* GB are free there"):
-        Trainer(new_head(target), target, texts, QUICK, tmp_path / "a")
+        Trainer(new_head(target), texts, QUICK, tmp_path / "a")
     monkeypatch.undo()
     (tmp_path / "b").write_text("a file")
     with pytest.raises(DataError, match="features cannot be kept in"):
@@ -299,13 +310,13 @@ def test_a_disk_without_room_is_said(
 # --------------------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "mtp", "draft-model"])
 def test_a_head_learns(kind: str, target: Target, texts: list[Text], tmp_path: Path) -> None:
     config = dataclasses.replace(
         QUICK, num_epochs=30, regression=0.05 if kind == "eagle" else 0.0, batch_tokens=256
     )
     said: list[Any] = []
-    trainer = Trainer(new_head(target, kind), target, [*texts, *texts[:2]], config, tmp_path)
+    trainer = Trainer(new_head(target, kind), [*texts, *texts[:2]], config, tmp_path)
     before = trainer.measure()
     after = trainer.run(said.append)  # the held-out texts are among those it learns from
     assert len(after) == 3 and after[0] > before[0]
@@ -314,9 +325,16 @@ def test_a_head_learns(kind: str, target: Target, texts: list[Text], tmp_path: P
     assert said[-1].loss < said[0].loss and said[-1].share > 0.9
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["steps"] == said[-1].step and record["held_out_survival"][0] > 0
+    if kind == "draft-model":
+        again, words = load_draft(tmp_path, target)
+        assert words is not None and words.tolist() == (torch.arange(64) * 5).tolist()
+        for name, tensor in trainer._learnt().items():
+            assert torch.equal(again.get_parameter(name), tensor.bfloat16().float())
+        return
     load = load_medusa if kind == "medusa" else load_head
-    again = load(tmp_path, target.model.config)
-    assert again.shape == trainer.head.shape
+    head = load(tmp_path, target.model.config)
+    assert isinstance(trainer.learner, HeadLearner)
+    assert head.shape == trainer.learner.head.shape
 
 
 def states(folder: Path) -> dict[str, torch.Tensor]:
@@ -327,7 +345,7 @@ def states(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_seed_makes_the_same_head(target: Target, texts: list[Text], tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("other", 1)):
         config = dataclasses.replace(QUICK, seed=seed)
-        Trainer(new_head(target), target, texts, config, tmp_path / name).run(lambda now: None)
+        Trainer(new_head(target), texts, config, tmp_path / name).run(lambda now: None)
     one, two, other = (states(tmp_path / name) for name in ("one", "two", "other"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
@@ -341,7 +359,7 @@ class KilledError(Exception):
 def test_a_run_that_was_killed_ends_as_if_it_had_not(
     killed_at: int, target: Target, texts: list[Text], tmp_path: Path
 ) -> None:
-    Trainer(new_head(target), target, texts, QUICK, tmp_path / "whole").run(lambda now: None)
+    Trainer(new_head(target), texts, QUICK, tmp_path / "whole").run(lambda now: None)
     # A checkpoint with every step, and a kill in the middle of one.
     config = dataclasses.replace(QUICK, checkpoint_minutes=1e-9)
 
@@ -350,8 +368,8 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not(
             raise KilledError
 
     with pytest.raises(KilledError):
-        Trainer(new_head(target), target, texts, config, tmp_path / "cut").run(kill)
-    second = Trainer(new_head(target), target, texts, config, tmp_path / "cut")
+        Trainer(new_head(target), texts, config, tmp_path / "cut").run(kill)
+    second = Trainer(new_head(target), texts, config, tmp_path / "cut")
     assert second.step == killed_at - 1
     second.run(lambda now: None)
     whole, cut = states(tmp_path / "whole"), states(tmp_path / "cut")
@@ -363,9 +381,9 @@ def test_a_run_that_has_ended_is_not_run_again(
 ) -> None:
     for config in (QUICK, dataclasses.replace(QUICK, minutes=0.01, num_epochs=1000)):
         folder = tmp_path / str(config.num_epochs)
-        Trainer(new_head(target), target, texts, config, folder).run(lambda now: None)
+        Trainer(new_head(target), texts, config, folder).run(lambda now: None)
         before, said = states(folder), []
-        Trainer(new_head(target), target, texts, config, folder).run(said.append)
+        Trainer(new_head(target), texts, config, folder).run(said.append)
         assert not said
         assert all(torch.equal(before[name], states(folder)[name]) for name in before)
 
@@ -373,7 +391,7 @@ def test_a_run_that_has_ended_is_not_run_again(
 def test_a_checkpoint_of_another_run_is_refused(
     target: Target, texts: list[Text], tmp_path: Path
 ) -> None:
-    Trainer(new_head(target), target, texts, QUICK, tmp_path).run(lambda now: None)
+    Trainer(new_head(target), texts, QUICK, tmp_path).run(lambda now: None)
     before = (tmp_path / "checkpoint").read_bytes()
     for head, given, config, shown in (
         (new_head(target, "mtp"), texts, QUICK, "kind 'eagle3' there, 'mtp' here"),
@@ -382,22 +400,22 @@ def test_a_checkpoint_of_another_run_is_refused(
         (new_head(target), texts, dataclasses.replace(QUICK, seed=5), "seed 0 there, 5 here"),
     ):
         with pytest.raises(ConfigError, match=f"the checkpoint of another run .*{shown}"):
-            Trainer(head, target, given, config, tmp_path)
+            Trainer(head, given, config, tmp_path)
     assert (tmp_path / "checkpoint").read_bytes() == before
     (tmp_path / "checkpoint").write_bytes(b"half of it")
     with pytest.raises(ConfigError, match="is no checkpoint of a run"):
-        Trainer(new_head(target), target, texts, QUICK, tmp_path)
+        Trainer(new_head(target), texts, QUICK, tmp_path)
 
 
 def test_the_words_of_a_head_go_on_with_it(
     target: Target, texts: list[Text], tmp_path: Path
 ) -> None:
     """They are chosen from answers, of which there may be others by now."""
-    Trainer(new_head(target), target, texts, QUICK, tmp_path).run(lambda now: None)
+    Trainer(new_head(target), texts, QUICK, tmp_path).run(lambda now: None)
     other = new_head(target)
     other.d2t.copy_(torch.arange(64) * 2)
-    trainer = Trainer(other, target, texts, QUICK, tmp_path)
-    assert trainer.head.d2t.tolist() == (torch.arange(64) * 4).tolist()
+    trainer = Trainer(other, texts, QUICK, tmp_path)
+    assert trainer.learner.d2t.tolist() == (torch.arange(64) * 4).tolist()
 
 
 def test_of_prompts_a_share_is_learnt_and_of_answers_all() -> None:
@@ -425,6 +443,65 @@ def test_of_prompts_a_share_is_learnt_and_of_answers_all() -> None:
         assert is_same[goal.rows].all() and not is_same[~goal.rows].any()
 
 
+PROGRAM = """
+import dataclasses, sys
+from pathlib import Path
+import torch
+from foredraft.model.loader import prepare_target
+from foredraft.train.trainer import Trainer
+from tests.folders import CONTEXT, make_model, make_tokenizer
+from tests.unit import test_train as those
+target = prepare_target("tiny", make_model(), make_tokenizer(), CONTEXT, packs=False)
+texts = those.some_texts()
+config = dataclasses.replace(those.QUICK, num_epochs=1, prompt_share=1.0)
+trainer = Trainer(those.new_head(target), texts, config, Path(sys.argv[1]))
+trainer.run(lambda now: None)
+rank = trainer._accelerator.process_index
+torch.save(trainer._learnt(), f"{sys.argv[1]}/rank-{rank}")
+"""
+
+
+def test_two_processes_learn_one_head_from_batches_of_their_own(
+    target: Target, tmp_path: Path
+) -> None:
+    """What two say of their gradients is what one says of the mean of both batches."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program, tmp_path],
+        check=True,
+        capture_output=True,
+        env=environment,
+        timeout=300,
+    )
+    config = dataclasses.replace(QUICK, num_epochs=1, prompt_share=1.0)
+    first, second = (torch.load(tmp_path / f"rank-{rank}") for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    record = json.loads((tmp_path / "run.json").read_text())
+    rng = np.random.default_rng([QUICK.seed, 0])
+    order = batches(some_texts()[: -QUICK.num_held_out], QUICK.batch_tokens, QUICK.max_len, rng)
+    assert record["steps"] == -(-len(order) // 2) > 1
+    # One process by hand: the mean of two gradients, step by step.
+    alone = Trainer(new_head(target), some_texts(), config, tmp_path / "alone")
+    by_batch: list[list[torch.Tensor]] = []
+    num_steps = -(-len(order) // 2)
+    for number in range(num_steps):
+        by_batch.clear()
+        for one in (2 * number, 2 * number + 1):
+            batch = alone._reader.read(order[one % len(order)])
+            alone.learner.losses(batch, alone._options).total.backward()
+            by_batch.append([p.grad.clone() for p in alone._parameters])  # type: ignore[union-attr]
+            alone._optimizer.zero_grad()
+        for parameter, one_of, other in zip(alone._parameters, *by_batch, strict=True):
+            parameter.grad = (one_of + other) / 2
+        rate = alone._rate(number / num_steps)
+        alone._update(rate)
+    mine = alone._learnt()
+    for name in mine:
+        torch.testing.assert_close(mine[name], first[name], rtol=1e-3, atol=1e-5)
+
+
 def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_path: Path) -> None:
     for name, value, shown in (
         ("learning_rate", 0.0, "learning_rate is 0.0; allowed is a number above 0"),
@@ -443,7 +520,7 @@ def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_p
         with pytest.raises(ConfigError, match=shown):
             dataclasses.replace(QUICK, **{name: value})
     with pytest.raises(ConfigError, match="there are 2 texts, of which num_held_out=2 are held"):
-        Trainer(new_head(target), target, texts[:2], QUICK, tmp_path)
+        Trainer(new_head(target), texts[:2], QUICK, tmp_path)
     with pytest.raises(ConfigError, match="method is 'ngram'; allowed is one of eagle, eagle3"):
         Run("ngram", "default", tmp_path, tmp_path, QUICK)
     for name, value, shown in (

@@ -21,6 +21,8 @@ Examples:
 
   foredraft train mtp --model ./my-model --data prompts.jsonl --out my-head
 
+  foredraft train draft-model --num-layers 3 --data prompts.jsonl --out my-draft
+
 Each line of the data is a JSON object with 'prompt', 'text' or 'messages'.
 The target answers them first; the answers are kept in OUT, and a run that was
 stopped goes on where it was. The head is then used with
@@ -29,7 +31,9 @@ stopped goes on where it was. The head is then used with
 
 
 def train(
-    method: Annotated[str, typer.Argument(help="Which: eagle, eagle3, medusa or mtp.")],
+    method: Annotated[
+        str, typer.Argument(help="Which: eagle, eagle3, medusa, mtp or draft-model.")
+    ],
     data: Annotated[Path, typer.Option(help="Prompts, a JSON-lines file.")],
     out: Annotated[Path, typer.Option(help="Folder of the head; a stopped run goes on in it.")],
     model: Annotated[str, typer.Option(help="The target, as for generate.")] = "default",
@@ -45,6 +49,16 @@ def train(
         float, typer.Option(help="Answer for so long at most; 0 answers all.")
     ] = 0.0,
     draft_vocab_size: Annotated[int, typer.Option(help="Words that are drafted; 0 is all.")] = 8192,
+    num_layers: Annotated[
+        int, typer.Option(help="draft-model: layers of the target that it keeps.")
+    ] = 2,
+    embedding: Annotated[
+        bool,
+        typer.Option(
+            help="draft-model: write it with its embedding and tokenizer, for any program, or "
+            "without, for foredraft beside this target."
+        ),
+    ] = True,
     minutes: Annotated[
         float, typer.Option(help="Learn for so long; 0 goes by --num-epochs.")
     ] = 0.0,
@@ -77,7 +91,7 @@ def train(
         bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")
     ] = False,
 ) -> None:
-    """Train a head for a target: EAGLE (1 and 2), EAGLE-3, Medusa or MTP."""
+    """Train a head for a target (EAGLE 1 to 3, Medusa, MTP), or a draft model of its layers."""
     import json
 
     from rich.console import Console
@@ -101,6 +115,8 @@ def train(
         answer_tokens=answer_tokens,
         answer_minutes=answer_minutes,
         draft_vocab_size=draft_vocab_size,
+        num_layers=num_layers,
+        with_embedding=embedding,
         features=features,
         device=device,
         train=TrainConfig(

@@ -29,7 +29,11 @@ from foredraft.drafters.draft_growth import Growth
 from foredraft.drafters.draft_picks import by_target_id, choose, draw
 from foredraft.drafters.vocabulary import VOCABULARIES, Text, match_vocabularies
 from foredraft.errors import ConfigError
-from foredraft.model.loader import load_target
+from foredraft.heads.draft_model import is_kept_layers, load_draft
+from foredraft.heads.own_words import SomeWords, output_for
+from foredraft.heads.trained import shipped_head
+from foredraft.model import packed_linear
+from foredraft.model.loader import load_target, prepare_target
 from foredraft.sampling.processors import Float64Array
 from foredraft.types import (
     Budgets,
@@ -54,7 +58,8 @@ class DraftModelConfig:
     """Options of a separate draft model. None of them can change a text.
 
     Attributes:
-        model: The draft model: a Hugging Face folder or hub name, or a ``.gguf``.
+        model: The draft model: a Hugging Face folder or hub name, or a ``.gguf``; empty takes the
+            one that ships for the target, if any.
         dtype: Of its weights, as for the target.
         num_children: Tokens drafted below each node: 1 is a chain, more a tree.
         max_depth: Deepest level of a draft, 1 to 64.
@@ -120,12 +125,7 @@ class DraftModelDrafter(Drafter):
         self.config = config
         self.context = context
         if model is None:
-            if not config.model:
-                raise ConfigError(
-                    "method 'draft-model' needs a draft model; name one, as in "
-                    "drafter_options={'draft-model': {'model': FOLDER}} or --draft-model FOLDER."
-                )
-            model = load_target(EngineConfig(config.model, config.dtype, context.device))
+            model = _load(config, context)
         self.vocabulary = match_vocabularies(
             context.tokenizer,
             context.vocab_size,
@@ -287,6 +287,44 @@ class DraftModelDrafter(Drafter):
             share,
             max(1.0, 1 / share),
         )
+
+
+def _load(config: DraftModelConfig, context: DrafterContext) -> Target:
+    """The model that is named, or the one that ships for the target."""
+    target: Target | None = context.target
+    folder = config.model
+    if not folder and target is not None:
+        folder = shipped_head("draft-model", target.model.config) or ""
+    if not folder:
+        raise ConfigError(
+            "method 'draft-model' needs a draft model; name one, as in "
+            "drafter_options={'draft-model': {'model': FOLDER}} or --draft-model FOLDER."
+        )
+    if target is None or target.num_ranks > 1 or not is_kept_layers(folder):
+        return load_target(EngineConfig(folder, config.dtype, context.device))
+    return _beside(folder, target)
+
+
+def _beside(folder: str, target: Target) -> Target:
+    """A draft model of the target's own layers, between the target's two ends."""
+    model, ids = load_draft(folder, target)
+    num_words = target.vocab_size if ids is None else len(ids)
+    size = num_words * int(model.config.hidden_size) + sum(
+        parameter.numel()
+        for part in (model.model.layers, model.model.norm)
+        for parameter in part.parameters()
+    )
+    output = model.get_output_embeddings()
+    length = int(getattr(model.config, "max_position_embeddings", 0) or target.max_model_len)
+    made = prepare_target(folder, model, target.tokenizer, length)
+    if ids is not None:
+        like = target.model.get_input_embeddings().weight[:1].T
+        own = torch.nn.Sequential(output_for(output, ids, like))
+        if packed_linear.can_pack(target.dtype, target.device):
+            packed_linear.pack_linear_layers(own)
+        output = SomeWords(own, ids, target.vocab_size)
+    model.set_output_embeddings(output)  # the target's own, where it was packed a second time
+    return dataclasses.replace(made, weight_bytes=size * target.dtype.itemsize)
 
 
 def _num_valid(token_ids: Int64Array, vocab_size: int) -> int:

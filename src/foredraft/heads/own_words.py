@@ -42,3 +42,28 @@ def output_for(
     else:
         found.bias = None  # type: ignore[assignment]
     return found.requires_grad_(False)
+
+
+class SomeWords(nn.Module):
+    """An output layer over all words that knows some of them: the others are never said.
+
+    Args:
+        inner: Of the words alone.
+        target_ids: int64 [num_words], which they are.
+        vocab_size: Of all.
+    """
+
+    target_ids: torch.Tensor
+
+    def __init__(self, inner: nn.Module, target_ids: torch.Tensor, vocab_size: int) -> None:
+        """Hold it."""
+        super().__init__()
+        self.inner = inner
+        self.out_features = vocab_size
+        self.register_buffer("target_ids", target_ids, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to [..., vocab_size]."""
+        found = self.inner(x)
+        out = found.new_full((*found.shape[:-1], self.out_features), -torch.inf)
+        return out.index_copy_(-1, self.target_ids, found)

@@ -12,15 +12,17 @@ from pathlib import Path
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError
 from foredraft.heads.checkpoint import load_head, load_medusa, make_head
+from foredraft.heads.draft_model import KeptLayers, spread_layers
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.shape import shape_for
-from foredraft.model.loader import load_target
+from foredraft.model.loader import Target, load_target
 from foredraft.train.begin import begin_from_target, choose_words
+from foredraft.train.learner import DraftLearner, HeadLearner, Learner
 from foredraft.train.texts import Text, answer, answered, data_hash, read_prompts
 from foredraft.train.trainer import Progress, TrainConfig, Trainer
 
-METHODS = ("eagle", "eagle3", "medusa", "mtp")
+METHODS = ("eagle", "eagle3", "medusa", "mtp", "draft-model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Run:
     """What to train, on what, to where.
 
     Attributes:
-        method: ``eagle``, ``eagle3``, ``medusa`` or ``mtp``.
+        method: ``eagle``, ``eagle3``, ``medusa``, ``mtp`` or ``draft-model``.
         model: The target.
         data: A JSON-lines file of prompts.
         out: Folder of the head; a run that was stopped goes on in it.
@@ -39,6 +41,8 @@ class Run:
         answer_minutes: Answer for so long at most, 0 until all are answered; below 0 takes those
             that there are.
         draft_vocab_size: Words that are drafted; 0 takes all of the target's.
+        num_layers: Draft model: layers of the target that it keeps.
+        with_embedding: Draft model: write it with its embedding and tokenizer, for any program.
         features: Folder to keep features in for other runs too; ``None`` keeps them in ``out``
             while the run lasts.
         device: As for the engine.
@@ -56,6 +60,8 @@ class Run:
     answer_tokens: int = 256
     answer_minutes: float = 0.0
     draft_vocab_size: int = 8192
+    num_layers: int = 2
+    with_embedding: bool = True
     features: Path | None = None
     device: str = "auto"
 
@@ -63,7 +69,12 @@ class Run:
         """Refuse what cannot be trained."""
         if self.method not in METHODS:
             raise ConfigError(f"method is {self.method!r}; allowed is one of {', '.join(METHODS)}.")
-        for name, least in (("num_prompts", 0), ("answer_tokens", 1), ("draft_vocab_size", 0)):
+        for name, least in (
+            ("num_prompts", 0),
+            ("answer_tokens", 1),
+            ("draft_vocab_size", 0),
+            ("num_layers", 1),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; allowed is an integer of {least} or more.")
@@ -94,26 +105,7 @@ def train(
     texts = _texts(run, prompts, tell_answers, say)
     say("Loading the target to read its features.")
     target = load_target(EngineConfig(run.model, "float32", run.device), say, packs=False)
-    num_words = min(run.draft_vocab_size or target.vocab_size, target.vocab_size)
-    head: RecurrentHead | MedusaHead
-    if run.init:
-        load = load_medusa if run.method == "medusa" else load_head
-        head = load(run.init, target.model.config)
-        if head.shape.kind != run.method:
-            raise ConfigError(
-                f"{run.init} is a head of kind {head.shape.kind!r}, and method is {run.method!r}."
-            )
-    else:
-        import torch
-
-        torch.manual_seed(run.train.seed)
-        shape = shape_for(
-            target.model.config, run.method, num_words, num_levels=run.train.num_levels
-        )
-        head = MedusaHead(shape) if run.method == "medusa" else make_head(shape)
-        if head.shape.has_own_words:
-            head.d2t.copy_(choose_words(texts, num_words, target.vocab_size))
-        begin_from_target(head, target)
+    learner = _learner(run, target, texts)
     num_answer = sum(len(text.token_ids) - text.num_prompt for text in texts)
     record = {
         "method": run.method,
@@ -127,7 +119,38 @@ def train(
         "date": time.strftime("%Y-%m-%d"),
     }
     say(f"Learning from {len(texts):,} texts with {num_answer:,} tokens of answers.")
-    return Trainer(head, target, texts, run.train, run.out, record, run.features).run(tell)
+    return Trainer(learner, texts, run.train, run.out, record, run.features).run(tell)
+
+
+def _learner(run: Run, target: Target, texts: Sequence[Text]) -> Learner:
+    """What is to learn, with what it begins from."""
+    import torch
+
+    num_words = min(run.draft_vocab_size or target.vocab_size, target.vocab_size)
+    if run.method == "draft-model":
+        if run.init:
+            raise ConfigError("a draft model begins from the target's layers; leave --init out.")
+        layers = spread_layers(int(target.model.config.num_hidden_layers), run.num_layers)
+        words = None
+        if num_words < target.vocab_size:
+            words = choose_words(texts, num_words, target.vocab_size) + torch.arange(num_words)
+        return DraftLearner(KeptLayers(target, layers, words), target, run.with_embedding)
+    head: RecurrentHead | MedusaHead
+    if run.init:
+        load = load_medusa if run.method == "medusa" else load_head
+        head = load(run.init, target.model.config)
+        if head.shape.kind != run.method:
+            raise ConfigError(
+                f"{run.init} is a head of kind {head.shape.kind!r}, and method is {run.method!r}."
+            )
+        return HeadLearner(head.to(target.device), target)
+    torch.manual_seed(run.train.seed)
+    shape = shape_for(target.model.config, run.method, num_words, num_levels=run.train.num_levels)
+    head = MedusaHead(shape) if run.method == "medusa" else make_head(shape)
+    if head.shape.has_own_words:
+        head.d2t.copy_(choose_words(texts, num_words, target.vocab_size))
+    begin_from_target(head, target)
+    return HeadLearner(head.to(target.device), target)
 
 
 def _prompts(run: Run) -> list[str]:

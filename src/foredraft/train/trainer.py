@@ -1,8 +1,9 @@
 """The loop: batches of the target's texts, an optimiser, checkpoints that go on exactly.
 
-Accelerate carries the loop over one device or many. A checkpoint holds the head, the optimiser,
-the schedule, the number of the step and every random state; the order of batches is a function of
-the seed and the epoch, so a run that was killed goes on as if it had not been.
+Accelerate carries the loop over one device or many: each process learns from batches of its own,
+and the gradients' mean is everybody's. A checkpoint holds the head, the optimiser, the number of
+the step and the random state; the order of batches is a function of the seed and the epoch, so a
+run that was killed goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ import numpy as np
 import torch
 
 from foredraft.errors import ConfigError, MissingExtraError, said
-from foredraft.heads.checkpoint import save_head
-from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.shape import default_feature_layers
 from foredraft.train.features import Batch, FeatureReader
-from foredraft.train.parallel import medusa_losses
+from foredraft.train.learner import Learner
 from foredraft.train.texts import Text, batches
-from foredraft.train.unroll import Losses, Options, losses
+from foredraft.train.unroll import Options
 
 if TYPE_CHECKING:
     from foredraft.model.loader import Target
@@ -116,8 +114,7 @@ class Trainer:
     """Trains a head for a target.
 
     Args:
-        head: To train, in float32; with what it is to begin from.
-        target: Loaded with its layers as they are (``load_target(..., packs=False)``).
+        learner: What learns, and from which target.
         texts: What to learn from; the last ``num_held_out`` are held out.
         config: Options.
         folder: Where the head and its checkpoints go.
@@ -128,8 +125,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: RecurrentHead | MedusaHead,
-        target: Target,
+        learner: Learner,
         texts: Sequence[Text],
         config: TrainConfig,
         folder: str | Path,
@@ -151,19 +147,18 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.config, self.folder = config, Path(folder)
         self._record = record or {}
-        self._target = target
+        self.learner, target = learner, learner.target
         self._held_out = list(texts[-config.num_held_out :])
         self._texts = list(texts[: -config.num_held_out])
-        num_levels = head.shape.num_levels or config.num_levels  # Medusa has as many as heads
         self._options = Options(
-            num_levels, prompt_share=config.prompt_share, regression=config.regression
+            learner.num_levels or config.num_levels,
+            prompt_share=config.prompt_share,
+            regression=config.regression,
         )
-        self._embed = target.model.get_input_embeddings()
-        self._output_weight = target.model.get_output_embeddings().weight.detach()
         self._accelerator = Accelerator(cpu=target.device.type == "cpu")
         self._reader = FeatureReader(
             target,
-            head.shape.feature_layers,
+            learner.feature_layers,
             config.max_len,
             keep_in=(features or self._features) if config.feature_gb else None,
             keep_bytes=int(config.feature_gb * 1e9),
@@ -171,10 +166,12 @@ class Trainer:
             keep_layers=_layers_of_all(target) if features else (),
         )
         self._keeps_features = features is not None
-        optimizer = torch.optim.AdamW(
-            head.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        self._parameters = [p for p in learner.module.parameters() if p.requires_grad]
+        self._optimizer = self._accelerator.prepare(
+            torch.optim.AdamW(
+                self._parameters, config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+            )
         )
-        self.head, self._optimizer = self._accelerator.prepare(head, optimizer)
         self.step = self.epoch = self.batch = 0
         self.elapsed_s = 0.0
         self.num_tokens = 0
@@ -195,19 +192,23 @@ class Trainer:
         started, before = time.monotonic(), self.elapsed_s
         saved_at = started
         recent: list[float] = []
-        self.head.train()
+        self.learner.module.train()
         is_over = False
+        here, num_processes = self._accelerator.process_index, self._accelerator.num_processes
         for epoch in range(self.epoch, self.config.num_epochs):
             self.epoch = epoch
             rng = np.random.default_rng([self.config.seed, epoch])
             order = batches(self._texts, self.config.batch_tokens, self.config.max_len, rng)
-            for number in range(self.batch, len(order)):
-                if self.config.minutes and self.elapsed_s > 60 * self.config.minutes:
+            num_steps = -(-len(order) // num_processes)
+            for number in range(self.batch, num_steps):
+                if self._is_late():
                     is_over = True
                     break
-                share = self._share(epoch, number, len(order))
-                recent.append(self._learn(self._reader.read(order[number]), share))
-                self.num_tokens += sum(len(text.token_ids) for text in order[number])
+                share = self._share(epoch, number, num_steps)
+                all_of_them = range(number * num_processes, (number + 1) * num_processes)
+                step = [order[one % len(order)] for one in all_of_them]
+                recent.append(self._learn(self._reader.read(step[here]), share))
+                self.num_tokens += sum(len(text.token_ids) for batch in step for text in batch)
                 self.step, self.batch = self.step + 1, number + 1
                 now = time.monotonic()
                 self.elapsed_s = before + now - started
@@ -230,25 +231,24 @@ class Trainer:
     @torch.no_grad()
     def measure(self) -> tuple[float, ...]:
         """Survival of a greedy chain on held-out answers, by level."""
-        self.head.eval()
+        self.learner.module.eval()
         rng = np.random.default_rng(self.config.seed)
         num_levels = self._options.num_levels
         accepted, counted = torch.zeros(num_levels), torch.zeros(num_levels)
         for batch in batches(self._held_out, self.config.batch_tokens, self.config.max_len, rng):
             options = dataclasses.replace(self._options, prompt_share=0.0, is_measuring=True)
-            found = self._losses(self._reader.read(batch), options)
+            found = self.learner.losses(self._reader.read(batch), options)
             size = len(found.accepted)  # short texts have fewer levels
             accepted[:size] += found.accepted.cpu()
             counted[:size] += found.counted.cpu()
-        self.head.train()
+        self.learner.module.train()
         return tuple((accepted / counted.clamp(min=1)).tolist())
 
     def save(self) -> None:
         """Write the head, its run record, and what it takes to go on."""
         if not self._accelerator.is_main_process:
             return
-        head = self._accelerator.unwrap_model(self.head)
-        save_head(head, self.folder, self._target.name, self._target.model.config)
+        self.learner.save(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {
             **self._record,
@@ -262,9 +262,9 @@ class Trainer:
         }
         _write(self.folder / "run.json", json.dumps(record, indent=2, sort_keys=True) + "\n")
         state = {
-            "run": self._identity(head),
-            "head": head.state_dict(),
-            "d2t": head.d2t,
+            "run": self._identity(),
+            "head": self._learnt(),
+            "d2t": self.learner.d2t,
             "optimizer": self._optimizer.state_dict(),
             "random": torch.get_rng_state(),
             "step": self.step,
@@ -278,14 +278,17 @@ class Trainer:
         torch.save(state, new)
         new.replace(self._checkpoint)
 
-    def _identity(self, head: RecurrentHead | MedusaHead) -> dict[str, Any]:
+    def _learnt(self) -> dict[str, torch.Tensor]:
+        """What the optimiser changes, by name."""
+        found = self.learner.module.named_parameters()
+        return {name: p.detach() for name, p in found if p.requires_grad}
+
+    def _identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on: what is learnt, from what, in which order."""
-        shape, config = head.shape, self.config
+        config = self.config
         return {
-            "kind": shape.kind,
-            "hidden_size": shape.hidden_size,
-            "draft_vocab_size": shape.draft_vocab_size,
-            "feature_layers": list(shape.feature_layers),
+            **self.learner.identity(),
+            "num_processes": self._accelerator.num_processes,
             "num_texts": len(self._texts) + len(self._held_out),
             "num_levels": self._options.num_levels,
             "batch_tokens": config.batch_tokens,
@@ -297,7 +300,6 @@ class Trainer:
     def _resume(self) -> None:
         if not self._checkpoint.is_file():
             return
-        head = self._accelerator.unwrap_model(self.head)
         try:
             state = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
             run = state["run"]
@@ -306,7 +308,7 @@ class Trainer:
                 f"{self._checkpoint} is no checkpoint of a run ({said(error)}); name another "
                 "folder, or remove it to begin anew."
             ) from error
-        mine = self._identity(head)
+        mine = self._identity()
         differs = [name for name in mine if mine[name] != run.get(name)]
         if differs:
             shown = ", ".join(
@@ -316,8 +318,8 @@ class Trainer:
                 f"{self.folder} holds the checkpoint of another run ({shown}); name another "
                 "folder, or the same options to go on."
             )
-        head.load_state_dict(state["head"])
-        head.d2t.copy_(state["d2t"])
+        self.learner.module.load_state_dict(state["head"], strict=False)
+        self.learner.d2t.copy_(state["d2t"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
@@ -329,28 +331,43 @@ class Trainer:
             return min(1.0, self.elapsed_s / (60 * self.config.minutes))
         return (epoch + number / num_batches) / self.config.num_epochs
 
-    def _losses(self, batch: Batch, options: Options) -> Losses:
-        head = self._accelerator.unwrap_model(self.head)
-        if isinstance(head, MedusaHead):
-            return medusa_losses(head, batch, self._output_weight, options)
-        return losses(head, batch, self._embed, self._output_weight, options)
+    def _is_late(self) -> bool:
+        """Whether the time is over: for all processes, once it is for one."""
+        if not self.config.minutes:
+            return False
+        is_late = self.elapsed_s > 60 * self.config.minutes
+        if self._accelerator.num_processes == 1:
+            return is_late
+        said = torch.tensor(float(is_late), device=self._accelerator.device)
+        return bool(self._accelerator.reduce(said) > 0)
 
     def _learn(self, batch: Batch, share: float) -> float:
         """One step."""
+        found = self.learner.losses(batch, self._options)
+        self._accelerator.backward(found.total)
+        if self._accelerator.num_processes > 1:
+            for parameter in self._parameters:
+                if parameter.grad is None:  # nothing of it was used here, but elsewhere
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = self._accelerator.reduce(parameter.grad, reduction="mean")
+        self._update(self._rate(share))
+        return float(found.total.detach())
+
+    def _rate(self, share: float) -> float:
+        """The learning rate after so much of the run."""
         warm_up = self.config.warm_up
         if share < warm_up:
-            scale = (share + 1e-3) / (warm_up + 1e-3)
-        else:
-            done = (share - warm_up) / max(1e-9, 1 - warm_up)
-            scale = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+            return self.config.learning_rate * (share + 1e-3) / (warm_up + 1e-3)
+        done = (share - warm_up) / max(1e-9, 1 - warm_up)
+        return self.config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def _update(self, rate: float) -> None:
+        """Go by the gradients."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * scale
-        found = self._losses(batch, self._options)
-        self._accelerator.backward(found.total)
-        self._accelerator.clip_grad_norm_(self.head.parameters(), self.config.clip)
+            group["lr"] = rate
+        self._accelerator.clip_grad_norm_(self._parameters, self.config.clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return float(found.total.detach())
 
 
 def _layers_of_all(target: Target) -> tuple[int, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from foredraft.config import EngineConfig
@@ -102,9 +105,10 @@ def train(
         The survival of a greedy chain on held-out answers, by level.
     """
     prompts = _prompts(run)
-    texts = _texts(run, prompts, tell_answers, say)
+    with _one_after_another(run) as device:
+        texts = _texts(run, prompts, device, tell_answers, say)
     say("Loading the target to read its features.")
-    target = load_target(EngineConfig(run.model, "float32", run.device), say, packs=False)
+    target = load_target(EngineConfig(run.model, "float32", device), say, packs=False)
     learner = _learner(run, target, texts)
     num_answer = sum(len(text.token_ids) - text.num_prompt for text in texts)
     record = {
@@ -120,6 +124,21 @@ def train(
     }
     say(f"Learning from {len(texts):,} texts with {num_answer:,} tokens of answers.")
     return Trainer(learner, texts, run.train, run.out, record, run.features).run(tell)
+
+
+@contextmanager
+def _one_after_another(run: Run) -> Iterator[str]:
+    """Of several processes the first answers, and the others then read; a device for each."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield run.device
+        return
+    import torch
+    from accelerate import PartialState
+
+    is_cpu = run.device == "cpu" or not torch.cuda.is_available()
+    state = PartialState(cpu=is_cpu, timeout=timedelta(days=7))
+    with state.main_process_first():
+        yield "cpu" if is_cpu else str(state.device)
 
 
 def _learner(run: Run, target: Target, texts: Sequence[Text]) -> Learner:
@@ -165,6 +184,7 @@ def _prompts(run: Run) -> list[str]:
 def _texts(
     run: Run,
     prompts: Sequence[str],
+    device: str,
     tell: Callable[[int, int, int], None],
     say: Callable[[str], None],
 ) -> list[Text]:
@@ -181,7 +201,7 @@ def _texts(
 
     if len(done) < len(prompts) and run.answer_minutes >= 0:
         say(f"The target answers {len(prompts) - len(done):,} prompts, kept in {path}.")
-        with LLM(run.model, max_num_requests=32, device=run.device) as llm:
+        with LLM(run.model, max_num_requests=32, device=device) as llm:
             done = answer(
                 llm,
                 prompts,

@@ -104,12 +104,11 @@ class HeadCache:
         self, head: RecurrentHead, embed: torch.nn.Module, num_slots: int, capacity: int
     ) -> None:
         """Reserve the slots; on a CPU no memory is taken yet."""
-        shape = head.shape
         weight = next(head.parameters())
         self.head = head
         self.embed = embed
         self.dtype, self.device = weight.dtype, weight.device
-        layer = LayerShape(shape.num_kv_heads, shape.head_dim, shape.head_dim)
+        layer = LayerShape(*head.kv_shape)
         self._cache = ContiguousKVCache([layer], num_slots, capacity, self.dtype, self.device)
         self.capacity = capacity
 
@@ -164,7 +163,12 @@ class HeadCache:
         embeds = self.embed(torch.from_numpy(ids).to(self.device)).to(self.dtype)
         mask = torch.from_numpy(seen).to(self.device)[:, None]
 
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            scaling: float | None = None,
+        ) -> torch.Tensor:
             keys, values = self._cache.keys(0), self._cache.values(0)
             for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 place = slice(part.first, part.first + size)
@@ -179,6 +183,7 @@ class HeadCache:
                 keys[slots, :num_keys].transpose(1, 2),
                 values[slots, :num_keys].transpose(1, 2),
                 attn_mask=mask,
+                scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             return out.transpose(1, 2).flatten(2)

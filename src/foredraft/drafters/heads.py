@@ -30,12 +30,15 @@ from torch import nn
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.drafters.draft_picks import rank
 from foredraft.drafters.head_cache import HeadCache, HeadState, Rows
-from foredraft.errors import ConfigError
+from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.heads.checkpoint import load_head
+from foredraft.heads.inside import is_checkpoint_with_mtp, load_inside
 from foredraft.heads.own_words import output_for
 from foredraft.heads.recurrent import Output, RecurrentHead
 from foredraft.heads.trained import shipped_head
 from foredraft.model import packed_linear
+from foredraft.model.diagnosis import cached_file
+from foredraft.model.loader import resolve_source
 from foredraft.types import (
     Budgets,
     DraftBatch,
@@ -66,7 +69,8 @@ class HeadConfig:
     """Options of a head. None of them can change a text.
 
     Attributes:
-        path: Folder of the head; empty takes the one that ships for the target, if any.
+        path: Folder of the head; empty takes the one that ships for the target, if any, and for
+            ``mtp`` the module in the target's own checkpoint.
         num_children: Tokens drafted below each node: 1 is a chain, more a tree.
         width: Nodes of a level below which the tree goes on.
         max_depth: Deepest level of a draft, 1 to 64.
@@ -125,13 +129,16 @@ class HeadDrafter(Drafter):
             raise ConfigError(f"method {self.kind!r} needs a target that it can read.")
         if head is None:
             folder = config.path or shipped_head(self.kind, target.model.config)
+            if folder is None and self.kind == "mtp":
+                head = _module_inside(target.name, target)
+        if head is None:
             if folder is None:
                 raise ConfigError(
                     f"method {self.kind!r} needs a head, and none ships for {target.name}; name "
                     f"one, as in drafter_options={{'{self.kind}': {{'path': FOLDER}}}} or "
                     f"--drafter-option path=FOLDER, or train one: foredraft train {self.kind}."
                 )
-            head = load_head(Path(folder), target.model.config, target.dtype)
+            head = _loaded(Path(folder), target)
         if head.shape.kind != self.kind:
             raise ConfigError(
                 f"{config.path} is a head of kind {head.shape.kind!r}; use it with method "
@@ -367,6 +374,25 @@ class MtpDrafter(HeadDrafter):
     """Multi-token prediction (``heads.mtp``). Exact; cost: the layer and the output, a level."""
 
     kind = "mtp"
+
+
+def _loaded(folder: Path, target: Target) -> RecurrentHead:
+    """A head of a folder of its own, or a module inside a target's checkpoint."""
+    if is_checkpoint_with_mtp(folder):
+        return load_inside(folder, target.model, target.dtype)
+    return load_head(folder, target.model.config, target.dtype)
+
+
+def _module_inside(name: str, target: Target) -> RecurrentHead | None:
+    """The module that the target's own checkpoint holds, if it does."""
+    try:
+        source = resolve_source(name, target.dtype, _LOG.info)
+    except ModelLoadError:  # a target that was not loaded by a name
+        return None
+    config = cached_file(source, "config.json")
+    if config is None or not is_checkpoint_with_mtp(config.parent):
+        return None
+    return load_inside(config.parent, target.model, target.dtype)
 
 
 class _Growth:

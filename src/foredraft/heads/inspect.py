@@ -10,6 +10,7 @@ import torch
 
 from foredraft.errors import ModelLoadError
 from foredraft.heads.checkpoint import load_head, load_medusa
+from foredraft.heads.inside import is_checkpoint_with_mtp, load_inside
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.shape import default_feature_layers
@@ -49,6 +50,12 @@ def read_any(folder: str | Path, target: Any) -> RecurrentHead | MedusaHead:
     names = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
     if any((folder / name).is_file() for name in names):
         return load_medusa(folder, target)
+    if is_checkpoint_with_mtp(folder):
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):  # its classes alone are wanted
+            model = AutoModelForCausalLM.from_config(target)
+        return load_inside(folder, model, torch.float32)
     return load_head(folder, target)
 
 

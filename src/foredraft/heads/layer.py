@@ -17,16 +17,23 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 class Attend(Protocol):
     """Attention between rows, some of which may lie elsewhere."""
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
         """Attend.
 
         Args:
-            query: [B, num_heads, n, head_dim], rotated.
-            key: [B, num_kv_heads, n, head_dim], rotated.
-            value: [B, num_kv_heads, n, head_dim].
+            query: [B, num_heads, n, key_dim], rotated.
+            key: [B, num_kv_heads, n, key_dim], rotated.
+            value: [B, num_kv_heads, n, value_dim].
+            scaling: Factor on the scores; ``None`` is ``key_dim ** -0.5``.
 
         Returns:
-            [B, n, num_heads * head_dim].
+            [B, n, num_heads * value_dim].
         """
         ...
 

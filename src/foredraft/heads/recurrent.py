@@ -47,6 +47,11 @@ class RecurrentHead(nn.Module):
         """int64 [draft_vocab_size], the target's id of each word of the head."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Key heads of the layer, and the sizes of a key and of a value."""
+        return self.shape.num_kv_heads, self.shape.head_dim, self.shape.head_dim
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """What the layer reads of the target: [..., num_features] to [..., hidden_size].
 

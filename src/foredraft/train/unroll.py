@@ -213,16 +213,25 @@ class _Unrolled:
         self._levels: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_later = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).triu(1)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
         """See ``heads.layer.Attend``."""
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         share = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
         self._levels.append((key, value))
         size = query.shape[2]
         if len(self._levels) == 1:
-            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            out = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling
+            )
             return out.transpose(1, 2).flatten(2)
-        query = query * query.shape[-1] ** -0.5
+        query = query * scaling
         first_key, first_value = self._levels[0]
         scores = query @ first_key[:, :, :size].transpose(-1, -2)
         scores = scores.masked_fill(self._is_later[:size, :size], -torch.inf)

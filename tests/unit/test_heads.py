@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from foredraft.config import make_config
 from foredraft.drafters.base import DrafterContext
@@ -64,6 +65,8 @@ def shapes() -> list[HeadShape]:
         dataclasses.replace(eagle3, norm_before_fc=True),
         dataclasses.replace(eagle3, fc_norm=True, has_attention_bias=True),
         dataclasses.replace(eagle3, head_dim=8, num_kv_heads=1, draft_vocab_size=50),
+        dataclasses.replace(eagle3, norm_output=True, fc_norm=True),
+        dataclasses.replace(eagle3, shares_output=True, draft_vocab_size=50),
     ]
 
 
@@ -80,6 +83,8 @@ def names() -> list[str]:
         "norm",
         "norms",
         "wide",
+        "fed back normed",
+        "target's output",
     ]
 
 
@@ -169,11 +174,13 @@ class Plain:
             hidden = self.linear("eh_proj", torch.cat(parts))
             normed = self.norm("layer.input_layernorm", hidden)
             hidden = hidden + self.attention(layer, normed, position, seen)
-        return hidden + self.mlp(layer, self.norm(f"{layer}.post_attention_layernorm", hidden))
+        out = hidden + self.mlp(layer, self.norm(f"{layer}.post_attention_layernorm", hidden))
+        return self.norm("norm", out) if self.shape.norm_output else out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.shape.kind == "eagle3":
-            return self.t["lm_head.weight"] @ self.norm("norm", hidden)
+            normed = hidden if self.shape.norm_output else self.norm("norm", hidden)
+            return (self.output if self.shape.shares_output else self.t["lm_head.weight"]) @ normed
         return self.output @ (self.norm("norm", hidden) if self.shape.kind == "mtp" else hidden)
 
 
@@ -189,6 +196,7 @@ def a_text(length: int, shape: HeadShape, seed: int = 1) -> Any:
 
 
 @SHAPES
+@torch.no_grad()
 def test_rows_of_a_text_and_of_a_tree(shape: HeadShape) -> None:
     """The cache runs rows in parts of any size, and trees behind them, as they are written out."""
     words = WORDS if shape.has_own_words else None
@@ -691,6 +699,53 @@ def test_the_layout_of_other_engines_is_read(tmp_path: Path) -> None:
     again = load_head(folder, sizes(50))
     for name, tensor in before.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_model_optimizers_layout_is_read(is_full: bool, tmp_path: Path) -> None:
+    """``layers.0.*``, flags and outputs of layers one level down, no words where it has all."""
+    shape = shape_for(sizes(50, num_layers=8), "eagle3", 50 if is_full else len(WORDS))
+    shape = dataclasses.replace(shape, norm_before_fc=True, shares_output=is_full)
+    head = random_head(shape, words=None if is_full else WORDS)
+    folder = tmp_path / "head"
+    save_head(head, folder, "target", sizes(50, num_layers=8))
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+    tensors.pop("t2d", None)
+    save_file(tensors, folder / "model.safetensors")
+    nested = {
+        "use_aux_hidden_state": True,
+        "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in shape.feature_layers],
+        "norm_before_fc": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "parallel_draft_step": 1,
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": SIZE,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 50,
+        "draft_vocab_size": 50 if is_full else len(WORDS),
+        "eagle_config": nested,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    again = load_head(folder, sizes(50, num_layers=8))
+    assert again.shape.feature_layers == shape.feature_layers and again.shape.norm_before_fc
+    assert again.shape.shares_output == is_full
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float())
+    assert again.target_ids.tolist() == head.target_ids.tolist()
+    for name, value in (("use_last_layernorm", False), ("parallel_draft_step", 3)):
+        changed = {**config, "eagle_config": {**nested, name: value}}
+        (folder / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ModelLoadError, match=f"says {name} {value}, a variant of EAGLE-3"):
+            load_head(folder, sizes(50, num_layers=8))
 
 
 # -------------------------------------------------------------------------------- bad options

@@ -164,7 +164,7 @@ class HeadDrafter(Drafter):
         self._layers = head.shape.feature_layers
         embed = target.model.get_input_embeddings()
         output = target.model.get_output_embeddings()
-        if head.shape.has_own_words and head.shape.kind != "eagle3":
+        if head.shape.has_own_words and not head.shape.has_output:
             own = nn.Sequential(output_for(output, head.target_ids, embed.weight[:1].T))
             if packed_linear.can_pack(target.dtype, target.device):
                 packed_linear.pack_linear_layers(own)

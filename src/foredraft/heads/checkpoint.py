@@ -41,6 +41,7 @@ _WEIGHTS = "model.safetensors"
 _MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 _CONFIG = "config.json"
 _PICKLES = ("pytorch_model.bin",)
+_EAGLE3_MARK = "midlayer.hidden_norm.weight"
 _LEFT_OUT = ("embed_tokens.weight", "t2d")
 """Tensors that a reader has no need of: the target's embedding, and what ``d2t`` says already."""
 
@@ -87,19 +88,13 @@ def load_head(
     """
     folder = Path(folder)
     config, tensors = _read(folder)
-    is_known = config.get("foredraft_kind") not in (None, "eagle3")
-    if "midlayer.self_attn.q_proj.weight" not in tensors and "d2t" in tensors and not is_known:
+    if _EAGLE3_MARK.replace("midlayer", "layers.0") in tensors:  # other engines' name
         tensors = {_renamed(name): tensor for name, tensor in tensors.items()}
     shape = _shape(folder, config, tensors, target)
     head = make_head(shape)
     d2t = tensors.pop("d2t", None)
     for name in _LEFT_OUT:
         tensors.pop(name, None)
-    if shape.kind == "eagle3" and "lm_head.weight" not in tensors and not shape.has_own_words:
-        raise ModelLoadError(
-            f"{folder} drafts all of the target's words and has no lm_head.weight; such heads are "
-            "not read yet. Add the target's own to the file."
-        )
     _check(folder, head.state_dict(), tensors)
     head.load_state_dict(tensors)
     _take_words(folder, head, d2t)
@@ -197,6 +192,7 @@ def config_of(shape: HeadShape, name: str, target: Any) -> dict[str, Any]:
             "norm_before_residual": shape.norm_before_residual,
             "norm_before_fc": shape.norm_before_fc,
             "fc_norm": shape.fc_norm,
+            "norm_output": shape.norm_output,
             "eagle_aux_hidden_state_layer_ids": list(shape.feature_layers),
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -277,7 +273,7 @@ def _stated_shape(
     sizes = config.get("transformer_layer_config", config)
     kind = config.get("foredraft_kind")
     if kind is None:
-        if "midlayer.self_attn.q_proj.weight" in tensors:
+        if _EAGLE3_MARK in tensors:
             kind = "eagle3"
         elif "fc.weight" in tensors and "layers.0.mlp.gate_proj.weight" in tensors:
             kind = "eagle"
@@ -286,6 +282,9 @@ def _stated_shape(
                 f"{folder} holds no head that is known; EAGLE-3 has midlayer.* or layers.0.* and "
                 "d2t, EAGLE has fc.* and layers.0.*."
             )
+    nested = config.get("eagle_config") or {}
+    if kind == "eagle3":
+        _refuse_variants(folder, config, nested)
     num_layers = int(target.num_hidden_layers)
     layers = _feature_layers(config, num_layers) if kind == "eagle3" else (num_layers,)
     missing = {"hidden_size", "num_attention_heads", "intermediate_size"} - set(sizes)
@@ -316,9 +315,11 @@ def _stated_shape(
         has_fc_bias="fc.bias" in tensors,
         has_attention_bias=bool(sizes.get("attention_bias", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
-        norm_before_fc=bool(config.get("norm_before_fc", False)),
+        norm_before_fc=bool(config.get("norm_before_fc", nested.get("norm_before_fc", False))),
         fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
         hidden_first=bool(config.get("hidden_first", False)),
+        shares_output=kind == "eagle3" and "lm_head.weight" not in tensors,
     )
     own_vocabulary = config.get("vocab_size", sizes.get("vocab_size"))
     if kind != "eagle3" and own_vocabulary is not None and int(own_vocabulary) != vocab_size:
@@ -331,6 +332,23 @@ def _stated_shape(
             f"{target.hidden_size}, so it was made for another."
         )
     return shape
+
+
+def _refuse_variants(folder: Path, config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    """Refuse what would be read and drafted with, and be wrong."""
+    usual = {
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_aux_hidden_state": True,
+        "parallel_draft_step": 1,
+    }
+    for name, value in usual.items():
+        said_of = config.get(name, nested.get(name, value))
+        if said_of != value:
+            raise ModelLoadError(
+                f"{folder / _CONFIG} says {name} {said_of!r}, a variant of EAGLE-3 that is not "
+                f"known here; allowed is {value!r}."
+            )
 
 
 def _feature_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ class Eagle3Head(RecurrentHead):
         self.fc = nn.Linear(shape.num_features, size, bias=False)
         self.midlayer = MidLayer(shape.as_llama(), shape.norm_before_residual)
         self.norm = LlamaRMSNorm(size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
+        if not shape.shares_output:
+            self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
         if shape.norm_before_fc:
             self.input_norm = LlamaRMSNorm(shape.num_features, shape.rms_norm_eps)
         if shape.fc_norm:
@@ -86,11 +87,15 @@ class Eagle3Head(RecurrentHead):
         rotation: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
     ) -> torch.Tensor:
-        """Run the layer once; what comes out is not normalised."""
+        """Run the layer once; what comes out is normalised where ``norm_output`` says so alone."""
         out: torch.Tensor = self.midlayer(hidden, embeds, rotation, attend)
-        return out
+        return self.norm(out) if self.shape.norm_output else out
 
     def logits(self, hidden: torch.Tensor, output: Output | None) -> torch.Tensor:
-        """By its own words."""
-        found: torch.Tensor = self.lm_head(self.norm(hidden))
-        return found
+        """By its own words, or by the target's output layer."""
+        hidden = hidden if self.shape.norm_output else self.norm(hidden)
+        if self.shape.has_output:
+            found: torch.Tensor = self.lm_head(hidden)
+            return found
+        assert output is not None
+        return output(hidden)

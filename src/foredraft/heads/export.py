@@ -72,6 +72,11 @@ def export_head(
         )
     if layout == "speculators" and kind != "eagle3":
         raise ConfigError(f"the speculators layout is written for eagle3; this is {kind}.")
+    if head.shape.kind == "eagle3" and not head.shape.has_output and layout == "speculators":
+        raise ConfigError(
+            "the speculators layout has an output layer in the head, and this one drafts by the "
+            "target's; export it to vllm or sglang."
+        )
     folder = Path(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; name a folder that is not there yet.")
@@ -131,7 +136,7 @@ def _as_speculators(folder: Path, head: RecurrentHead | MedusaHead, name: str, t
         "norm_before_residual": head.shape.norm_before_residual,
         "norm_before_fc": head.shape.norm_before_fc,
         "fc_norm": head.shape.fc_norm,
-        "norm_output": False,
+        "norm_output": head.shape.norm_output,
         "eagle_aux_hidden_state_layer_ids": list(head.shape.feature_layers),
         "embed_requires_grad": False,
         "torch_dtype": "bfloat16",

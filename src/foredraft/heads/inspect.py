@@ -73,7 +73,14 @@ def inspect_head(folder: str | Path, target: Any) -> Finding:
     shape = head.shape
     flags = [
         name
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "hidden_first")
+        for name in (
+            "norm_before_residual",
+            "norm_before_fc",
+            "fc_norm",
+            "norm_output",
+            "shares_output",
+            "hidden_first",
+        )
         if getattr(shape, name)
     ]
     num_parameters = sum(parameter.numel() for parameter in head.parameters())

@@ -39,6 +39,8 @@ class HeadShape:
         norm_before_residual: EAGLE-3: the residual is the normalised hidden state.
         norm_before_fc: EAGLE-3: features are normalised together before ``fc``.
         fc_norm: EAGLE-3: features are normalised one by one before ``fc``.
+        norm_output: EAGLE-3: the next level reads what comes after the last norm (EAGLE-3.1).
+        shares_output: EAGLE-3: words by the target's output layer, not by one of its own.
         num_levels: Medusa: heads, each for a token further ahead; 0 for others.
         hidden_first: MTP: the projection reads the hidden state and then the embedding.
     """
@@ -63,6 +65,8 @@ class HeadShape:
     norm_before_fc: bool = False
     fc_norm: bool = False
     hidden_first: bool = False
+    norm_output: bool = False
+    shares_output: bool = False
     num_levels: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +110,11 @@ class HeadShape:
     def has_own_words(self) -> bool:
         """Whether the head drafts from a vocabulary of its own."""
         return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def has_output(self) -> bool:
+        """Whether it has an output layer of its own."""
+        return self.kind == "medusa" or (self.kind == "eagle3" and not self.shares_output)
 
     def replace(self, **changes: Any) -> HeadShape:
         """The same with some fields changed."""

@@ -67,8 +67,9 @@ def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
     if isinstance(head, Eagle3Head):
         _copy(own.hidden_norm.weight, layer.input_layernorm.weight)
         _copy(head.norm.weight, target.model.model.norm.weight)
-        rows = target.model.get_output_embeddings().weight[head.target_ids]
-        _copy(head.lm_head.weight, rows)
+        if head.shape.has_output:
+            rows = target.model.get_output_embeddings().weight[head.target_ids]
+            _copy(head.lm_head.weight, rows)
         # The highest feature passes through, the others join little by little.
         head.fc.weight.mul_(0.1)
         head.fc.weight[:, -size:] += torch.eye(size)

@@ -154,7 +154,7 @@ def losses(
     num_rows = batch.token_ids.shape[1] - 1
     teacher = teacher_of(head, batch, output_weight, options)
     output: Output | None = None
-    if head.shape.kind != "eagle3":
+    if not head.shape.has_output:
 
         def output(hidden: torch.Tensor) -> torch.Tensor:
             return functional.linear(hidden, teacher.own_words)

@@ -19,6 +19,7 @@ from foredraft.config import make_config
 from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.head_cache import HeadCache, Rows
 from foredraft.drafters.heads import HeadConfig
+from foredraft.drafters.portfolio import PortfolioConfig, PortfolioDrafter
 from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.heads.checkpoint import load_head, save_head
 from foredraft.heads.own_words import output_for
@@ -27,7 +28,7 @@ from foredraft.heads.shape import HeadShape, default_feature_layers, shape_for
 from foredraft.heads.trained import shipped_head
 from foredraft.model import packed_linear
 from foredraft.params import SamplingParams, SpeculationParams
-from foredraft.registry import drafter_class
+from foredraft.registry import PORTFOLIO_MEMBERS, drafter_class
 from foredraft.train.features import Batch, FeatureReader
 from foredraft.train.texts import Text
 from foredraft.train.unroll import Options, losses
@@ -44,7 +45,7 @@ from tests.heads import (
     tiny_texts,
     with_words,
 )
-from tests.tiny import VOCAB, engine, family_target, run, run_to_end, warnings_logged
+from tests.tiny import CONTEXT, VOCAB, engine, family_target, run, run_to_end, warnings_logged
 
 WORDS = [1, 4, 5, 9, 17, 20, 33, 40]
 FEW = tuple(range(5, VOCAB, 3))
@@ -502,6 +503,22 @@ def test_a_head_among_free_members_of_a_portfolio() -> None:
     for one in ended:
         members |= {name for name, (drafted, _) in one.stats.members.items() if drafted}
     assert "eagle3" in members
+
+
+def test_a_head_that_ships_is_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = family_target("llama")
+    context = DrafterContext(VOCAB, CONTEXT, method="auto", target=target)
+    bare = PortfolioDrafter(PortfolioConfig(), context)
+    assert tuple(bare.members) == PORTFOLIO_MEMBERS
+    save_head(learnt_head("eagle3"), tmp_path / "tiny" / "eagle3", "tiny", target.model.config)
+    monkeypatch.setattr("foredraft.heads.trained._PLACES", (tmp_path,))
+    made = PortfolioDrafter(PortfolioConfig(options={"eagle3": {"max_depth": 3}}), context)
+    assert tuple(made.members) == (*PORTFOLIO_MEMBERS, "eagle3")
+    assert made.members["eagle3"].config.max_depth == 3  # type: ignore[attr-defined]
+    named = PortfolioDrafter(PortfolioConfig(members=("ngram",)), context)
+    assert tuple(named.members) == ("ngram",)
+    split = dataclasses.replace(context, target=dataclasses.replace(target, num_ranks=2))
+    assert tuple(PortfolioDrafter(PortfolioConfig(), split).members) == PORTFOLIO_MEMBERS
 
 
 def test_a_split_target_is_refused() -> None:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from foredraft.config import make_config
 from foredraft.drafters.base import Drafter, DrafterContext, Needs, close_all
 from foredraft.errors import ConfigError
+from foredraft.heads.trained import shipped_head
 from foredraft.registry import PLAIN, PORTFOLIO, PORTFOLIO_MEMBERS, drafter_class
 from foredraft.types import (
     Budgets,
@@ -43,6 +44,9 @@ Float64Array = NDArray[np.float64]
 
 _LOG = logging.getLogger("foredraft")
 
+SHIPPED_MEMBER = "eagle3"
+"""The method that drafts along where a head ships for the target."""
+
 _UNSAID = 0.3
 """Chance of a node whose drafter cannot say, to order the joined tree by."""
 
@@ -53,18 +57,20 @@ class PortfolioConfig:
 
     Attributes:
         members: Methods that draft together. For a classical rule the first that serves it counts.
+            ``None`` takes those that cost next to nothing, and ``eagle3`` where a head ships for
+            the target.
         options: Options of the members, by method.
 
     Raises:
         ConfigError: No member, one that is named twice, or options of none.
     """
 
-    members: tuple[str, ...] = PORTFOLIO_MEMBERS
+    members: tuple[str, ...] | None = None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check every field."""
-        members = self.members
+        members = PORTFOLIO_MEMBERS if self.members is None else self.members
         if not isinstance(members, (tuple, list)) or not members:
             raise ConfigError(f"members is {members!r}; allowed are one method or more.")
         names = [name for name in members if isinstance(name, str)]
@@ -73,8 +79,9 @@ class PortfolioConfig:
                 f"members is {members!r}; allowed are names of methods other than {PORTFOLIO!r} "
                 f"and {PLAIN!r}, each once."
             )
-        object.__setattr__(self, "members", tuple(members))
-        if not isinstance(self.options, Mapping) or set(self.options) - set(members):
+        if self.members is not None:
+            object.__setattr__(self, "members", tuple(members))
+        if not isinstance(self.options, Mapping) or set(self.options) - {*members, SHIPPED_MEMBER}:
             raise ConfigError(
                 f"options is {self.options!r}; allowed is a mapping of members to their options."
             )
@@ -95,7 +102,8 @@ class PortfolioDrafter(Drafter):
         self.config = config
         self.context = context
         self._is_warned: set[str] = set()
-        self.members = {method: self._make(method) for method in config.members}
+        members = config.members or (*PORTFOLIO_MEMBERS, *_shipped(context))
+        self.members = {method: self._make(method) for method in members}
         needs = [member.needs for member in self.members.values()]
         costly = {
             method: member.needs.cost
@@ -220,6 +228,15 @@ class PortfolioDrafter(Drafter):
                 error,
                 exc_info=error,
             )
+
+
+def _shipped(context: DrafterContext) -> tuple[str, ...]:
+    """The member whose head ships for the target, if one does."""
+    target = context.target
+    if target is None or target.num_ranks > 1:
+        return ()
+    is_there = shipped_head(SHIPPED_MEMBER, target.model.config) is not None
+    return (SHIPPED_MEMBER,) if is_there else ()
 
 
 def _join(batches: list[DraftBatch], voters: list[str], limits: Int64Array) -> DraftBatch:

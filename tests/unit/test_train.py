@@ -29,7 +29,7 @@ from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.train.begin import begin_from_target, choose_words
 from foredraft.train.features import Batch, FeatureReader
 from foredraft.train.learner import DraftLearner, HeadLearner
-from foredraft.train.run import Run, train
+from foredraft.train.run import METHODS, Run, train
 from foredraft.train.texts import Text, answer, answered, batches, read_prompts
 from foredraft.train.trainer import TrainConfig, Trainer
 from foredraft.train.unroll import Teacher
@@ -542,37 +542,43 @@ def run_command(*arguments: Any) -> None:
     assert not left.value.code
 
 
+@pytest.mark.parametrize("method", METHODS)
 def test_the_command_trains_what_the_engine_loads(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS * 2]
     path, out = data(tmp_path, *lines), tmp_path / "head"
-    arguments = ["train", "eagle3", "--data", path, "--out", out, "--model", folder]
+    arguments = ["train", method, "--data", path, "--out", out, "--model", folder]
     arguments += ["--num-prompts", 8, "--answer-tokens", 16, "--answer-minutes", 5]
-    arguments += ["--draft-vocab-size", 64, "--minutes", 0.05, "--num-epochs", 50]
+    arguments += ["--draft-vocab-size", 64, "--minutes", 0.03, "--num-epochs", 50]
     arguments += ["--batch-tokens", 128, "--max-len", 64, "--num-levels", 2, "--seed", 3]
     arguments += ["--learning-rate", 0.003, "--prompt-share", 0.5, "--regression", 0]
-    arguments += ["--num-held-out", 2, "--checkpoint-minutes", 1, "--device", "cpu"]
+    arguments += ["--num-held-out", 2, "--checkpoint-minutes", 0.01, "--device", "cpu"]
     arguments += ["--feature-gb", 0.5, "--features", tmp_path / "features"]
+    arguments += ["--num-layers", 1, "--no-embedding"] if method == "draft-model" else []
     run_command(*arguments, "--json")
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert re.search(r"\d+%  step \d+  loss .* tokens/s  accepted by level 0\.\d\d", said.err)
     assert len(found["held_out_survival"]) == 2
     assert found["acceptance_length"] == pytest.approx(1 + sum(found["held_out_survival"]))
     record = json.loads((out / "run.json").read_text())
-    assert record["num_texts"] == 8 and record["method"] == "eagle3" and not record["init"]
-    # Another run begins from it, with the answers there are.
-    more = ["--init", out, "--answers", out / "answers.jsonl", "--out", tmp_path / "more"]
-    run_command(*arguments, *more)
-    assert "tokens a step" in capsys.readouterr().out
-    assert json.loads((tmp_path / "more" / "run.json").read_text())["init"]
-    assert not (tmp_path / "more" / "answers.jsonl").exists()
-    with LLM(
-        str(folder), drafter_options={"eagle3": {"path": str(tmp_path / "more")}}, kv_cache_gb=0.1
-    ) as llm:
+    assert record["num_texts"] == 8 and record["method"] == method and not record["init"]
+    if method == "eagle3":
+        # Another run begins from it, with the answers there are.
+        more = ["--init", out, "--answers", out / "answers.jsonl", "--out", tmp_path / "more"]
+        run_command(*arguments, *more)
+        assert "tokens a step" in capsys.readouterr().out
+        assert json.loads((tmp_path / "more" / "run.json").read_text())["init"]
+        assert not (tmp_path / "more" / "answers.jsonl").exists()
+        out = tmp_path / "more"
+    options = {"model" if method == "draft-model" else "path": str(out)}
+    with LLM(str(folder), drafter_options={method: options}, kv_cache_gb=0.1) as llm:
         sampling = SamplingParams(max_tokens=20, ignore_eos=True)
         plain = llm.generate(PROMPTS[0], sampling, SpeculationParams("none"))[0]
-        drafted = llm.generate(PROMPTS[0], sampling, SpeculationParams("eagle3", 4))[0]
-    assert drafted.token_ids == plain.token_ids and drafted.stats.num_draft_tokens > 0
+        drafted = llm.generate(PROMPTS[0], sampling, SpeculationParams(method, 3))[0]
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.num_draft_tokens > 0
 
 
 def test_what_cannot_be_read_or_written_is_one_line(

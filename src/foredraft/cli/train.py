@@ -156,15 +156,16 @@ def train(
                 shown=f"{done:,} of {of:,} prompts, {tokens:,} tokens",
             )
 
+        measured: list[tuple[float, ...]] = [()]
+
         def tell(now: Progress) -> None:
             survival = " ".join(f"{value:.2f}" for value in now.survival)
-            bars.update(
-                bar,
-                description="learning",
-                completed=now.share,
-                shown=f"step {now.step:,}  loss {now.loss:.3f}  {now.tokens_per_s:,.0f} tokens/s"
-                + (f"  accepted by level {survival}" if survival else ""),
-            )
+            shown = f"step {now.step:,}  loss {now.loss:.3f}  {now.tokens_per_s:,.0f} tokens/s"
+            shown += f"  accepted by level {survival}" if survival else ""
+            bars.update(bar, description="learning", completed=now.share, shown=shown)
+            if not console.is_terminal and now.survival != measured[0]:  # a line for the log
+                measured[0] = now.survival
+                console.print(f"{now.share:.0%}  {shown}")
 
         survival = run_training(run, tell_answers, tell, lambda text: console.print(text))
     length = 1 + sum(survival)

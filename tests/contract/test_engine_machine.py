@@ -208,7 +208,7 @@ def _row_bytes() -> int:
 
 
 EngineLife.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -47,7 +47,7 @@ def test_stop_strings_end_where_plain_decoding_ends(temperature: float) -> None:
     drafting = llm_with([prompt_ids + list(free.token_ids)])
     rng = np.random.default_rng(1)
     num_stopped = 0
-    for _ in range(25):
+    for _ in range(12):
         start = int(rng.integers(0, len(free.text) - 4))
         stop = free.text[start : start + int(rng.integers(1, 5))]
         sampling = SamplingParams(
@@ -78,7 +78,7 @@ def test_stop_strings_end_where_plain_decoding_ends(temperature: float) -> None:
             assert len(found.logprobs or ()) == len(found.token_ids)
             chunks = list(drafting.stream(PROMPT, sampling, SpeculationParams(method, 7)))
             assert "".join(chunk.text for chunk in chunks) == plain.text
-    assert num_stopped > 10
+    assert num_stopped > 5
 
 
 def test_a_stop_token_wins_over_a_string_behind_it() -> None:

@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("split") / "model")
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "blocks"])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "blocks"])
 def test_two_ranks_write_what_one_writes(folder: Path, layout: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     program = tmp_path / "program.py"

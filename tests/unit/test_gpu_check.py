@@ -11,7 +11,12 @@ from foredraft.bench import gpu_check
 
 @pytest.mark.parametrize(
     "layout",
-    ["", " --kv-layout blocks", " --attention flex", " --attention flex --cuda-graphs on"],
+    [
+        "",
+        " --kv-layout blocks",
+        pytest.param(" --attention flex", marks=pytest.mark.slow),
+        " --attention flex --cuda-graphs on",
+    ],
 )
 def test_the_check_on_a_small_model(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = f"--shape tiny --device cpu --batches 1 3 --context 40 --num-tokens 30{layout}"

@@ -108,7 +108,7 @@ def _cell(
     progress: harness.Progress,
 ) -> tuple[dict[str, Any], list[str]]:
     """One kind of work at one batch size: every side, in turn; and what ``auto`` traced."""
-    prompts = workloads.prompts_of(kind, workloads.MOST_PROMPTS)
+    prompts = workloads.prompts_of(kind, workloads.FEW_PROMPTS)
     ids = [llm.encode(prompt) for prompt in prompts]
     target = llm.engine.target
     sides = {name: Side(target, ids, how, num_tokens, batch) for name, how in _SIDES.items()}

@@ -194,7 +194,7 @@ def _live(
 ) -> dict[str, Any]:
     """One kind of work at one batch size: plain, every method, and all of them together."""
     # More prompts than run at once, so that no request comes twice: suffix would know its answer.
-    prompts = workloads.prompts_of(kind, workloads.MOST_PROMPTS)
+    prompts = workloads.prompts_of(kind, workloads.FEW_PROMPTS)
     ids = [llm.encode(prompt) for prompt in prompts]
     ways = {"plain": SpeculationParams("none", 0)}
     ways |= {method: SpeculationParams(method) for method in (*_LIVE_METHODS, PORTFOLIO)}

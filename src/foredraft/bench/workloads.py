@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _REPORT = (
     "The harbour library opened its new reading room on Monday. The room has forty seats, two "
     "long oak tables and a glass roof that faces the old lighthouse. Mrs Adler, who has run the "
@@ -55,16 +57,100 @@ _TOPICS = (
     "a beehive",
     "a chess game",
     "a storm at sea",
+    "a glass blower",
+    "a desert road",
+    "a school choir",
+    "a paper kite",
+    "a tea house",
+    "an old map",
+    "a winter harbour",
+    "a clay pot",
+    "a village well",
+    "a stone bridge",
+    "a puppet maker",
+    "a rainy station",
+    "a field of rye",
+    "a blue door",
+    "a lost dog",
+    "a radio tower",
+    "a wooden boat",
+    "an orchard in autumn",
+    "a street musician",
+    "a library at night",
+    "a mill by the water",
+    "a carpenter",
+    "a frozen lake",
+    "a rooftop garden",
+    "a postman",
+    "a travelling circus",
+    "a cave by the sea",
+    "a silver spoon",
+    "a shepherd",
+    "a garden wall",
+    "a telescope",
+    "a fishing net",
+    "a chimney sweep",
+    "a box of buttons",
+    "a canal lock",
+    "a hot spring",
+    "a tailor",
+    "an abandoned mine",
+    "a wheat harvest",
+    "a bell tower",
+    "a birch forest",
+    "a toy train",
+    "a vineyard",
+    "a ship in a bottle",
+    "a tram at dawn",
+    "a pottery class",
+    "a dry riverbed",
+    "a swarm of starlings",
+    "a cup of coffee",
+    "a snow plough",
+    "a treehouse",
+    "a windmill",
+    "a botanist",
+    "an island ferry",
+    "a violin",
+    "a summer fair",
+    "a candle maker",
+    "a night watchman",
+    "a walled town",
+    "a grain of sand",
+    "a cable car",
+    "a beekeeper's daughter",
+    "a salt marsh",
+    "a house on stilts",
+    "a copper kettle",
+    "a moth",
+    "a ferryman",
+    "a glacier",
+    "a garden shed",
+    "a weather station",
+    "a lantern",
+    "a juggler",
+    "a mosaic floor",
+    "a hay cart",
+    "a mountain pass",
+    "a sundial",
+    "a fox den",
+    "a cellar",
+    "a coral reef",
+    "a locksmith",
 )
 
 KINDS = ("copy", "summarize", "chat", "write", "change")
 """Kinds of work, from what repeats the prompt to what does not, and one that changes midway."""
 
+FEW_PROMPTS = 16
+"""Enough for one request at a time."""
+
 MOST_PROMPTS = len(_TOPICS)
+"""Enough for many at once, each its own."""
 
 
 def prompts_of(kind: str, num: int) -> list[list[dict[str, str]]]:
-    """Return ``num`` different chat prompts of one kind.
+    """Return ``num`` chat prompts of one kind: all different about topics, 54 about the report.
 
     Args:
         kind: One of ``KINDS``.
@@ -73,7 +159,7 @@ def prompts_of(kind: str, num: int) -> list[list[dict[str, str]]]:
     sentences = [f"{sentence.strip()}." for sentence in _REPORT.split(".") if sentence.strip()]
     prompts = []
     for index, topic in enumerate(_TOPICS[:num]):
-        turned = sentences[index % len(sentences) :] + sentences[: index % len(sentences)]
+        turned = _turned(sentences, index)
         text = {
             "copy": "Repeat this text word for word and add nothing.\n\n" + " ".join(turned[:5]),
             "summarize": "Summarize this report in its own words.\n\n" + " ".join(turned[:7]),
@@ -84,6 +170,14 @@ def prompts_of(kind: str, num: int) -> list[list[dict[str, str]]]:
         }[kind]
         prompts.append(as_chat(text))
     return prompts
+
+
+def _turned(sentences: list[str], index: int) -> list[str]:
+    """The sentences in an order that no other index has, the first ones merely turned round."""
+    count = len(sentences)
+    steps = [step for step in range(1, count) if math.gcd(step, count) == 1]
+    step = steps[index // count % len(steps)]
+    return [sentences[(index + number * step) % count] for number in range(count)]
 
 
 LOOP = "The harbour, the river, the forest, the hill. " * 12

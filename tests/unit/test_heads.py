@@ -398,6 +398,23 @@ def all_hidden(target: Any, ids: np.ndarray, shape: HeadShape) -> torch.Tensor:
     return batch.features[0]
 
 
+def test_noise_finds_what_the_likeliest_words_miss() -> None:
+    """At temperature 1 a coupled head is accepted more, and texts are the same either way."""
+    target = family_target("llama")
+    prompts = [text.token_ids[: text.num_prompt].tolist() for text in tiny_texts()[1:24:2]]
+    sampling = [SamplingParams(1.0, seed=i, max_tokens=40, ignore_eos=True) for i in range(12)]
+    plain = run(engine(target), prompts, sampling, SpeculationParams("none"))
+    accepted = []
+    for is_coupled in (True, False):
+        drafter = learnt_drafter("eagle3", target, num_children=1, is_coupled=is_coupled)
+        assert drafter.needs.sees_noise == is_coupled
+        made = engine(target, {"eagle3": drafter})
+        ended = run_to_end(made, prompts, sampling, SpeculationParams("eagle3", 4))
+        assert [one.ids for one in ended] == plain
+        accepted.append(sum(one.stats.num_accepted_tokens for one in ended))
+    assert accepted[0] > 1.1 * accepted[1]
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_an_output_layer_for_some_words(has_bias: bool, is_packed: bool) -> None:
@@ -775,6 +792,7 @@ def test_model_optimizers_layout_is_read(is_full: bool, tmp_path: Path) -> None:
         ("num_children", 0, "num_children is 0; allowed is an integer from 1 to 16"),
         ("width", 65, "width is 65; allowed is an integer from 1 to 64"),
         ("max_depth", True, "max_depth is True"),
+        ("is_coupled", 1, "is_coupled is 1; allowed is True or False"),
         ("min_confidence", 1.0, r"min_confidence is 1.0; allowed is a number in \[0, 1\)"),
     ],
 )

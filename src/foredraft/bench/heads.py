@@ -2,7 +2,9 @@
 
 A fixed spread of questions, 128 tokens each, greedily and at temperature 1, one request at a time
 and eight. Every side writes every question, in turn with the others, in an engine of its own; plain
-decoding is among them. Texts run to their full length, so that all sides write as many tokens.
+decoding is among them. At a temperature the best head drafts its likeliest words as well, under the
+default rule and under traversal, beside what the target's noise makes likeliest. Texts run to their
+full length, so that all sides write as many tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.llm import LLM
 from foredraft.engine.request_state import RequestState
 from foredraft.errors import InvalidRequestError
-from foredraft.heads.shape import KINDS
+from foredraft.heads.shape import KINDS as HEADS
 from foredraft.heads.trained import shipped_head
 from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.registry import PLAIN, PORTFOLIO, PORTFOLIO_MEMBERS
+
+KINDS = (*HEADS, "draft-model")
+"""What can be measured: heads, and a draft model of the target's layers."""
 
 _NUM_TOKENS = 128
 _PER_ROUND = 12
@@ -36,6 +41,9 @@ _NODES = {1: 12, 8: 4}
 """Draft tokens of a head by batch."""
 
 _TEMPERATURES = (0.0, 1.0)
+
+_BEST = ("eagle3", "mtp", "eagle")
+"""What drafts beside the free methods, the first of them that there is."""
 
 
 def run(
@@ -90,22 +98,33 @@ def _cell(
 ) -> dict[str, Any]:
     """All sides at one temperature and batch."""
     number = _NODES[batch]
+    best = next((kind for kind in _BEST if kind in folders), None)
     ways = {PLAIN: SpeculationParams(PLAIN, 0)}
-    ways |= {kind: SpeculationParams(kind, number) for kind in folders}
-    ways |= {f"{kind} chain": SpeculationParams(kind, 4) for kind in folders}
+    options: dict[str, dict[str, Any]] = {PLAIN: {}}
+    for kind, folder in folders.items():
+        ways[kind] = SpeculationParams(kind, number)
+        options[kind] = {kind: _options(kind, folder)}
+        ways[f"{kind} chain"] = SpeculationParams(kind, 4)
+        options[f"{kind} chain"] = {kind: _options(kind, folder, num_children=1)}
+    if best is not None and temperature > 0:
+        ways[f"{best} likeliest"] = SpeculationParams(best, number)
+        options[f"{best} likeliest"] = {best: _options(best, folders[best], is_coupled=False)}
+        ways[f"{best} traversal"] = SpeculationParams(best, number, "traversal")
+        options[f"{best} traversal"] = {best: _options(best, folders[best])}
     ways[PORTFOLIO] = SpeculationParams(PORTFOLIO)
-    best = next((k for k in ("eagle3", "mtp", "eagle", "medusa") if k in folders), None)
+    options[PORTFOLIO] = {}
+    if best is not None:
+        options[PORTFOLIO] = {
+            PORTFOLIO: {
+                "members": (*PORTFOLIO_MEMBERS, best),
+                "options": {best: _options(best, folders[best])},
+            }
+        }
     engines = {}
     for name in ways:
-        children = {"num_children": 1} if name.endswith(" chain") else {}
-        options: dict[str, Any] = {k: {"path": f, **children} for k, f in folders.items()}
-        options = {k: v for k, v in options.items() if name.startswith(k)}
-        if name == PORTFOLIO:
-            members = (*PORTFOLIO_MEMBERS, best)
-            options = {
-                PORTFOLIO: {"members": members, "options": {best: {"path": folders[str(best)]}}}
-            }
-        config = EngineConfig(max_num_requests=batch, reuse_prefixes=False, drafter_options=options)
+        config = EngineConfig(
+            max_num_requests=batch, reuse_prefixes=False, drafter_options=options[name]
+        )
         engines[name] = Engine(config, target=target)
     states: dict[str, list[RequestState]] = {name: [] for name in ways}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -133,6 +152,10 @@ def _cell(
         "speedup": speedup,
         "accepted": {name: _accepted(states[name], plain_step) for name in ways if name != PLAIN},
     }
+
+
+def _options(kind: str, folder: str, **more: Any) -> dict[str, Any]:
+    return {"model" if kind == "draft-model" else "path": folder, **more}
 
 
 def _serve(

@@ -83,7 +83,7 @@ def bench(
 
 def _head(given: str) -> tuple[str, str]:
     """METHOD=FOLDER taken apart."""
-    from foredraft.heads.shape import KINDS
+    from foredraft.bench.heads import KINDS
 
     method, sign, folder = given.partition("=")
     if not sign or method not in KINDS or not folder:

@@ -84,7 +84,11 @@ def choose(
 
 
 def rank(
-    values: Float64Array, words: Int64Array, request: Request, positions: Int64Array
+    values: Float64Array,
+    words: Int64Array,
+    request: Request,
+    positions: Int64Array,
+    is_coupled: bool = True,
 ) -> tuple[Int64Array, Float64Array]:
     """A head's words at each row, best first, and how sure it is of each.
 
@@ -96,12 +100,13 @@ def rank(
         words: int64 like it, the target's ids.
         request: Whose.
         positions: int64 [n], absolute positions of the tokens.
+        is_coupled: Under the default rule too they are ranked by logit alone if this is not set.
 
     Returns:
         Words int64 and shares float64, both like ``values``.
     """
     scores, temperature = values, request.sampling.temperature
-    if temperature > 0 and request.speculation.verification == "walk":
+    if temperature > 0 and is_coupled and request.speculation.verification == "walk":
         seeds = np.full(len(words), request.seed, dtype=np.int64)
         scores = values / temperature + gumbel_of(seeds, positions, words)
     order = np.argsort(-scores, axis=1, kind="stable")

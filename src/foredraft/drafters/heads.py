@@ -76,6 +76,7 @@ class HeadConfig:
         max_depth: Deepest level of a draft, 1 to 64.
         min_confidence: A branch whose chance, by the head, falls below this does not go on; in
             [0, 1), 0 never ends it.
+        is_coupled: Draft what the target's noise makes likeliest, and not the likeliest words.
 
     Raises:
         ConfigError: A value outside what is stated above.
@@ -86,6 +87,7 @@ class HeadConfig:
     width: int = 4
     max_depth: int = 8
     min_confidence: float = 0.0
+    is_coupled: bool = True
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -98,6 +100,8 @@ class HeadConfig:
         least = self.min_confidence
         if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least < 1:
             raise ConfigError(f"min_confidence is {least!r}; allowed is a number in [0, 1).")
+        if not isinstance(self.is_coupled, bool):
+            raise ConfigError(f"is_coupled is {self.is_coupled!r}; allowed is True or False.")
 
 
 class HeadDrafter(Drafter):
@@ -158,7 +162,7 @@ class HeadDrafter(Drafter):
         self.needs = Needs(
             hidden_layers=head.shape.feature_layers,
             cost="per_token" if config.num_children == 1 else "per_level",
-            sees_noise=True,
+            sees_noise=config.is_coupled,
             learns=False,
         )
         self._layers = head.shape.feature_layers
@@ -409,6 +413,7 @@ class _Growth:
         """Begin at the root."""
         self.segment, self.state = segment, state
         self._limit, self._least = limit, config.min_confidence
+        self._is_coupled = config.is_coupled
         is_chain = not segment.request.speculation.allows_trees
         self._num_children = 1 if is_chain else config.num_children
         self._width = 1 if is_chain else config.width
@@ -468,7 +473,8 @@ class _Growth:
         self._depth += 1
         at = self.segment.root_position + self._depth
         positions = np.full(len(values), at, dtype=np.int64)
-        words, shares = rank(values, words, self.segment.request, positions)
+        request = self.segment.request
+        words, shares = rank(values, words, request, positions, self._is_coupled)
         first = len(self._token_ids) + 1
         for row, node in enumerate(self._frontier):
             for column in range(min(self._num_children, words.shape[1])):

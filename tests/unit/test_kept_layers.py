@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,38 @@ def test_layers_are_spread() -> None:
         KeptLayers(raw(), [1, 1])
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3", "gemma3"])
+def test_other_families_keep_their_layers(family: str, tmp_path: Path) -> None:
+    """With whatever attention they need, and each layer's own kind."""
+    target = raw(family)
+    num_layers = int(target.model.config.num_hidden_layers)
+    draft = KeptLayers(target, list(range(num_layers)))
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        mine, theirs = draft.model(ids).logits, family_model(family)(ids).logits
+    torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    one = KeptLayers(target, [num_layers - 1])
+    kinds = getattr(target.model.config, "layer_types", None)
+    if kinds:
+        assert one.model.config.layer_types == kinds[-1:]
+
+
+def test_where_it_cannot_share_the_targets_ends(tmp_path: Path) -> None:
+    target = family_target("llama")
+    bare = saved(tmp_path / "bare", [0])
+    split = dataclasses.replace(target, num_ranks=2)
+    with pytest.raises(ModelLoadError, match="was written without its embedding"):
+        drafter(bare, split)
+    with pytest.raises(ConfigError, match="shares the embedding of the target, which is"):
+        drafter(bare, target, dtype="bfloat16")
+    whole = saved(tmp_path / "whole", [0], FEW, whole=True)
+    text = json.loads((whole / "config.json").read_text())
+    text["target_sizes"]["num_hidden_layers"] = 77  # of another target: a model like any other
+    (whole / "config.json").write_text(json.dumps(text))
+    made = drafter(whole, target).model
+    assert made.model.get_input_embeddings() is not target.model.get_input_embeddings()
+
+
 def test_a_family_that_is_built_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match="keeps its layers elsewhere"):
         KeptLayers(raw("gpt2"), [0])
@@ -182,7 +215,7 @@ def test_a_family_that_is_built_otherwise_is_refused() -> None:
         ("missing", "model.layers.0.mlp.up_proj.weight is missing, left over or of another shape"),
         ("extra", "more is missing, left over"),
         ("shape", "model.norm.weight is missing, left over or of another shape"),
-        ("words", "d2t leads out of the target's vocabulary"),
+        ("words", "its words are no ids of the target's vocabulary"),
         ("target", "was made from a target of sizes"),
         ("damaged", "cannot be read"),
     ],
@@ -197,9 +230,11 @@ def test_what_does_not_fit_is_one_sentence(change: str, message: str, tmp_path: 
         tensors["more"] = torch.zeros(1)
     elif change == "shape":
         tensors["model.norm.weight"] = torch.zeros(3)
-    elif change == "words":
-        tensors["d2t"] = tensors["d2t"] + VOCAB
     save_file(tensors, weights)
+    if change == "words":
+        text = json.loads(config.read_text())
+        text["foredraft_draft"]["words"][3] = VOCAB
+        config.write_text(json.dumps(text))
     if change == "target":
         text = json.loads(config.read_text())
         text["target_sizes"]["hidden_size"] = 7

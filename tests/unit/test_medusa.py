@@ -93,7 +93,7 @@ def test_each_head_learns_what_the_target_says_further_ahead(words: list[int] | 
                 student = head(features[text, i][None])[0, level].double()
                 teacher = (own @ final[text, i + 1 + level]).double()
                 loss = -(torch.softmax(teacher, 0) * torch.log_softmax(student, 0)).sum()
-                is_counted = i + 2 + level >= 4
+                is_counted = i + 2 >= 4  # its first token is an answer's
                 rows[level].append((float(loss), 1.0))
                 survives &= bool(student.argmax() == teacher.argmax())
                 survivors[level] += survives and is_counted

@@ -9,6 +9,7 @@ from typing import Any
 from foredraft.cli.files import check_output
 from foredraft.config import make_config
 from foredraft.errors import InvalidRequestError
+from foredraft.heads.trained import ships_any
 from foredraft.model.source import find_source
 from foredraft.registry import METHODS, PLAIN, PORTFOLIO, PORTFOLIO_MEMBERS, drafter_class
 
@@ -61,7 +62,8 @@ def drafter_options_of(
     """
     by_method = _read_options(method, others or [])
     wants_model = method == "draft-model" or "draft-model" in by_method
-    if wants_model and draft_model is None:
+    is_named = draft_model is not None or "model" in by_method.get("draft-model", {})
+    if wants_model and not is_named and not ships_any("draft-model"):
         raise InvalidRequestError(
             "the method draft-model is asked for, but no draft model is given; name one with "
             "--draft-model: a Hugging Face folder or hub name, or a .gguf."

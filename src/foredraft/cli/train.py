@@ -48,7 +48,9 @@ def train(
     answer_minutes: Annotated[
         float, typer.Option(help="Answer for so long at most; 0 answers all.")
     ] = 0.0,
-    draft_vocab_size: Annotated[int, typer.Option(help="Words that are drafted; 0 is all.")] = 8192,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Words that are drafted, 8192 by default; 0 is all.")
+    ] = None,
     num_layers: Annotated[
         int, typer.Option(help="draft-model: layers of the target that it keeps.")
     ] = 2,
@@ -60,7 +62,7 @@ def train(
         ),
     ] = True,
     minutes: Annotated[
-        float, typer.Option(help="Learn for so long; 0 goes by --num-epochs.")
+        float, typer.Option(help="Learn for so long, and not for --num-epochs.")
     ] = 0.0,
     num_epochs: Annotated[int, typer.Option(help="Times that each text is learnt from.")] = 2,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,

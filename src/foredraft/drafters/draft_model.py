@@ -29,7 +29,12 @@ from foredraft.drafters.draft_growth import Growth
 from foredraft.drafters.draft_picks import by_target_id, choose, draw
 from foredraft.drafters.vocabulary import VOCABULARIES, Text, match_vocabularies
 from foredraft.errors import ConfigError
-from foredraft.heads.draft_model import is_kept_layers, load_draft
+from foredraft.heads.draft_model import (
+    is_kept_layers,
+    is_whole_for,
+    load_draft,
+    refuse_without_ends,
+)
 from foredraft.heads.own_words import SomeWords, output_for
 from foredraft.heads.trained import shipped_head
 from foredraft.model import packed_linear
@@ -300,8 +305,16 @@ def _load(config: DraftModelConfig, context: DrafterContext) -> Target:
             "method 'draft-model' needs a draft model; name one, as in "
             "drafter_options={'draft-model': {'model': FOLDER}} or --draft-model FOLDER."
         )
-    if target is None or target.num_ranks > 1 or not is_kept_layers(folder):
+    is_beside = target is not None and target.num_ranks == 1 and is_kept_layers(folder)
+    if target is None or not is_beside or is_whole_for(folder, target.model.config):
+        refuse_without_ends(folder)
         return load_target(EngineConfig(folder, config.dtype, context.device))
+    wanted = getattr(torch, config.dtype, target.dtype)
+    if wanted != target.dtype:
+        raise ConfigError(
+            f"dtype is {config.dtype!r}, and the draft model {folder} shares the embedding of the "
+            f"target, which is in {str(target.dtype).removeprefix('torch.')}; leave it out."
+        )
     return _beside(folder, target)
 
 

@@ -81,7 +81,8 @@ class PortfolioConfig:
             )
         if self.members is not None:
             object.__setattr__(self, "members", tuple(members))
-        if not isinstance(self.options, Mapping) or set(self.options) - {*members, SHIPPED_MEMBER}:
+        may = {*members} if self.members else {*members, SHIPPED_MEMBER}
+        if not isinstance(self.options, Mapping) or set(self.options) - may:
             raise ConfigError(
                 f"options is {self.options!r}; allowed is a mapping of members to their options."
             )
@@ -103,6 +104,13 @@ class PortfolioDrafter(Drafter):
         self.context = context
         self._is_warned: set[str] = set()
         members = config.members or (*PORTFOLIO_MEMBERS, *_shipped(context))
+        strange = sorted(set(config.options) - set(members))
+        if strange:
+            raise ConfigError(
+                f"options are given for {', '.join(strange)}, and no such head ships for the "
+                f"target; name it among members, as in members=({', '.join(map(repr, members))}, "
+                f"{strange[0]!r})."
+            )
         self.members = {method: self._make(method) for method in members}
         needs = [member.needs for member in self.members.values()]
         costly = {

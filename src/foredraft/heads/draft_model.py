@@ -52,13 +52,20 @@ class KeptLayers:
                 f"{num_layers - 1}, in order, each once."
             )
         self.layers = tuple(layers)
-        config = _config_for(target.model.config, self.layers)
-        self.model = _empty(config, target.dtype).to(target.device)
         theirs = _layers_of(target)
-        with torch.no_grad():
-            for mine, layer in zip(self.body.layers, layers, strict=True):
-                mine.load_state_dict(theirs.layers[layer].state_dict())
-            self.body.norm.load_state_dict(theirs.norm.state_dict())
+        try:
+            config = _config_for(target.model.config, self.layers)
+            self.model = _empty(config, target.dtype).to(target.device)
+            with torch.no_grad():
+                for mine, layer in zip(self.body.layers, layers, strict=True):
+                    _refuse_other(mine, theirs.layers[layer])
+                    mine.load_state_dict(theirs.layers[layer].state_dict())
+                self.body.norm.load_state_dict(theirs.norm.state_dict())
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"layers {list(layers)} of {target.name} cannot be a model of their own "
+                f"({said(error)}); keep others, or use a smaller model of its family."
+            ) from error
         self.model.set_input_embeddings(target.model.get_input_embeddings())
         self.model.set_output_embeddings(target.model.get_output_embeddings())
         self.model.requires_grad_(False)
@@ -109,21 +116,23 @@ def save_draft(draft: KeptLayers, folder: Path, target: Any, with_embedding: boo
     config = copy.deepcopy(draft.model.config)
     if with_embedding and config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    if draft.has_own_words:
-        tensors["d2t"] = draft.d2t.cpu()
     save_file(tensors, folder / f"{_WEIGHTS}.new", metadata={"format": "pt"})
     (folder / f"{_WEIGHTS}.new").replace(folder / _WEIGHTS)
     if with_embedding:
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(folder)
-        draft.model.generation_config.save_pretrained(folder)
+        target.model.generation_config.save_pretrained(folder)
     said_of = json.loads(config.to_json_string(use_diff=False))
     said_of |= {
         "architectures": [type(draft.model).__name__],
         "dtype": "bfloat16",
         "target_name": target.name,
         "target_sizes": target_sizes(target.model.config),
-        _MARK: {"kept_layers": list(draft.layers), "has_embedding": with_embedding},
+        _MARK: {
+            "kept_layers": list(draft.layers),
+            "has_embedding": with_embedding,
+            "words": draft.target_ids.tolist() if draft.has_own_words else None,
+        },
     }
     for name in ("_name_or_path", "_attn_implementation"):
         said_of.pop(name, None)
@@ -134,11 +143,33 @@ def save_draft(draft: KeptLayers, folder: Path, target: Any, with_embedding: boo
 
 def is_kept_layers(folder: str | Path) -> bool:
     """Whether a folder holds a draft model that was made here."""
+    return _config_of(folder) is not None
+
+
+def is_whole_for(folder: str | Path, target: Any) -> bool:
+    """Whether it was made from another target, and has an embedding of its own."""
+    found = _config_of(folder) or {}
+    is_of_target = found.get("target_sizes") == target_sizes(target)
+    return bool(found.get(_MARK, {}).get("has_embedding")) and not is_of_target
+
+
+def refuse_without_ends(folder: str | Path) -> None:
+    """Refuse to run one without its embedding where it cannot take the target's."""
+    found = _config_of(folder)
+    if found is not None and not found[_MARK].get("has_embedding"):
+        raise ModelLoadError(
+            f"the draft model {folder} was written without its embedding, and takes that of a "
+            "target on one device in one process; write it with, or split no layers."
+        )
+
+
+def _config_of(folder: str | Path) -> dict[str, Any] | None:
     try:
         config = json.loads((Path(folder) / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and isinstance(config.get(_MARK), dict)
+        return None
+    is_ours = isinstance(config, dict) and isinstance(config.get(_MARK), dict)
+    return config if is_ours else None
 
 
 def load_draft(folder: str | Path, target: Any) -> tuple[Any, torch.Tensor | None]:
@@ -166,7 +197,7 @@ def load_draft(folder: str | Path, target: Any) -> tuple[Any, torch.Tensor | Non
         raise ModelLoadError(
             f"{folder} was made from a target of sizes {mine}; this one's are {theirs}."
         )
-    d2t = tensors.pop("d2t", None)
+    words = found[_MARK].get("words")
     tensors = {name: tensor for name, tensor in tensors.items() if not _is_end(name)}
     model = _empty(config, target.dtype)
     wanted = {n: t for n, t in model.state_dict().items() if not _is_end(n)}
@@ -184,27 +215,48 @@ def load_draft(folder: str | Path, target: Any) -> tuple[Any, torch.Tensor | Non
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.set_output_embeddings(target.model.get_output_embeddings())
     model.requires_grad_(False)
-    if d2t is None:
+    if words is None:
         return model, None
-    ids = d2t.long() + torch.arange(len(d2t))
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
-        raise ModelLoadError(f"{folder}: d2t leads out of the target's vocabulary.")
-    return model, ids.to(target.device)
+    is_fit = isinstance(words, list) and all(type(word) is int for word in words) and words
+    if not is_fit or min(words) < 0 or max(words) >= target.vocab_size:
+        raise ModelLoadError(f"{folder}: its words are no ids of the target's vocabulary.")
+    return model, torch.tensor(words, dtype=torch.int64, device=target.device)
 
 
 def _config_for(config: Any, layers: tuple[int, ...]) -> Any:
+    """The target's config with the kept layers alone: in its lists, too, that have one a layer."""
     made = copy.deepcopy(config)
+    num_layers = int(config.num_hidden_layers)
     made.num_hidden_layers = len(layers)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        made.layer_types = [kinds[layer] for layer in layers]
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == num_layers:
+            setattr(made, name, [value[layer] for layer in layers])
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        made.first_k_dense_replace = sum(layer < config.first_k_dense_replace for layer in layers)
+    if getattr(config, "mlp_only_layers", None):
+        made.mlp_only_layers = [
+            place for place, layer in enumerate(layers) if layer in config.mlp_only_layers
+        ]
     return made
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    except ValueError:  # a family whose scores it cannot shape
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def _refuse_other(mine: Any, theirs: Any) -> None:
+    """Refuse a layer that is built otherwise at its new place."""
+    pairs = list(zip(mine.modules(), theirs.modules(), strict=True))
+    for one, other in pairs:
+        for name in ("use_rope", "is_sliding", "sliding_window", "attention_type"):
+            if getattr(one, name, None) != getattr(other, name, None):
+                raise ValueError(f"{name} goes by a layer's place")
 
 
 def _layers_of(target: Any) -> Any:

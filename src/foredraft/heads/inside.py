@@ -252,8 +252,14 @@ def load_inside(folder: str | Path, model: Any, dtype: torch.dtype) -> InsideMtp
     again = _more_modules(folder, naming, num_layers)
     if again:
         _LOG.warning("%s holds %d MTP modules; the first drafts every level", folder, again + 1)
-    for part in (head.enorm, head.hnorm, head.norm, head.eh_proj, head.layer):
-        part.to(dtype)
+    # What the target's class keeps in float32 (routers, say) stays so here.
+    kept = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
+    for name, tensor in (*head.named_parameters(), *head.layer.named_buffers(prefix="layer")):
+        if tensor.is_floating_point() and not any(part in name for part in kept):
+            tensor.data = tensor.data.to(dtype)
     return head.eval()
 
 

@@ -35,6 +35,11 @@ def shipped_head(kind: str, target: Any) -> str | None:
     return None
 
 
+def ships_any(kind: str) -> bool:
+    """Whether something of a kind ships for any target."""
+    return any(True for place in _PLACES for _ in place.glob(f"*/{kind}/config.json"))
+
+
 def target_sizes(target: Any) -> dict[str, Any]:
     """What tells one target from another, as written beside a head."""
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

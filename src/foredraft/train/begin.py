@@ -63,10 +63,13 @@ def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
     _copy(own.self_attn.o_proj.weight, layer.self_attn.o_proj.weight)
     for name in ("gate_proj", "up_proj", "down_proj"):
         _copy(getattr(own.mlp, name).weight, getattr(layer.mlp, name).weight)
-    _copy(own.post_attention_layernorm.weight, layer.post_attention_layernorm.weight)
+    before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
+    if before_mlp is None and not hasattr(layer, "post_feedforward_layernorm"):
+        before_mlp = getattr(layer, "post_attention_layernorm", None)
+    _copy_norm(own.post_attention_layernorm, before_mlp)
     if isinstance(head, Eagle3Head):
-        _copy(own.hidden_norm.weight, layer.input_layernorm.weight)
-        _copy(head.norm.weight, target.model.model.norm.weight)
+        _copy_norm(own.hidden_norm, getattr(layer, "input_layernorm", None))
+        _copy_norm(head.norm, getattr(target.model.model, "norm", None))
         if head.shape.has_output:
             rows = target.model.get_output_embeddings().weight[head.target_ids]
             _copy(head.lm_head.weight, rows)
@@ -82,6 +85,15 @@ def _last_layer(model: Any) -> Any:
     except (AttributeError, IndexError, TypeError):
         return None
     return layer
+
+
+def _copy_norm(mine: Any, theirs: Any) -> None:
+    """The factors of a norm, where it has one a channel; Gemma's classes add 1 to theirs."""
+    weight = getattr(theirs, "weight", None)
+    if weight is None or mine.weight.shape != weight.shape:
+        return
+    adds_one = type(theirs).__name__.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))
+    mine.weight.copy_(weight + 1 if adds_one else weight)
 
 
 def _copy(mine: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ the same folder meanwhile read what it had when they began.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -32,37 +33,43 @@ class FeatureStore:
     """Rows of texts, in a file that grows up to a bound.
 
     Args:
-        folder: Where they lie; made if need be.
+        folder: Where they lie, of all owners; made if need be.
         width: Numbers of a row.
         most_bytes: The bound.
-        owner: What they were computed by. What another owner has left is dropped.
+        new_bytes: What this run would keep; no more than that is asked of the disk.
+        owner: What they are computed by; each has a folder of its own within.
 
     Raises:
         DataError: It cannot be written to, or the disk has less room than the bound.
     """
 
-    def __init__(self, folder: str | Path, width: int, most_bytes: int, owner: str) -> None:
+    def __init__(
+        self, folder: str | Path, width: int, most_bytes: int, new_bytes: int, owner: str
+    ) -> None:
         """Take over what lies there."""
-        self._folder, self._row_bytes = Path(folder), _WIDTH * width
-        self._most_bytes = most_bytes
+        self._all, self._row_bytes = Path(folder), _WIDTH * width
+        self._folder = self._all / hashlib.sha256(f"{owner} {width}".encode()).hexdigest()[:16]
         self._places: dict[str, tuple[int, int]] = {}
         self._end = 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self._folder / "lock").open("a")
             self._is_writing = _is_first(self._lock)
-            self._take_over(f"{owner} {width}")
-            self._rows: BinaryIO = (self._folder / "rows").open("r+b")
+            (self._folder / "rows").touch()
+            self._take_over()
+            self._rows: BinaryIO = (self._folder / "rows").open("r+b", buffering=0)
             self._index = (self._folder / "index").open("a", encoding="utf-8")
             free = shutil.disk_usage(self._folder).free
         except OSError as error:
             raise DataError(
                 f"features cannot be kept in {self._folder} ({said(error)})."
             ) from error
-        if self._is_writing and self._end + free < most_bytes:
+        self._most_bytes = min(most_bytes, self._end + new_bytes)
+        if self._is_writing and self._end + free < self._most_bytes:
             self.close()
             raise DataError(
-                f"{most_bytes / 1e9:.3f} GB of features are to be kept in {self._folder}, and "
+                f"{(self._most_bytes - self._end) / 1e9:.3f} GB of features are to be kept in "
+                f"{self._all}, and "
                 f"{free / 1e9:.3f} GB are free there; allow fewer, or 0 to compute them each time."
             )
 
@@ -78,8 +85,11 @@ class FeatureStore:
             return None
         begin, num_rows = place
         rows = bytearray(num_rows * self._row_bytes)
-        self._rows.seek(begin)
-        if self._rows.readinto(rows) != len(rows):  # type: ignore[attr-defined]
+        try:
+            self._rows.seek(begin)
+            if self._rows.readinto(rows) != len(rows):  # type: ignore[attr-defined]
+                return None
+        except OSError:
             return None
         return torch.frombuffer(rows, dtype=torch.bfloat16).view(num_rows, -1)
 
@@ -93,10 +103,11 @@ class FeatureStore:
             self._rows.seek(self._end)
             begin = self._end
             for text, part in zip(texts, rows, strict=True):
-                self._rows.write(part.contiguous().view(torch.uint8).numpy().tobytes())
+                data = part.contiguous().view(torch.uint8).numpy().tobytes()
+                if self._rows.write(data) != len(data):
+                    raise OSError("the disk is full")
                 line[_name(text)] = begin, len(part)
                 begin += len(part) * self._row_bytes
-            self._rows.flush()
             self._index.write(json.dumps(line) + "\n")
             self._index.flush()
         except OSError as error:
@@ -112,27 +123,20 @@ class FeatureStore:
 
     def close(self) -> None:
         """Close the files."""
-        self._rows.close()
-        self._index.close()
-        self._lock.close()
+        for file in (self._rows, self._index, self._lock):
+            with contextlib.suppress(OSError):  # what could not be written is not kept
+                file.close()
 
     def remove(self) -> None:
         """Close it, and give the disk back."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others keep theirs there
+            self._all.rmdir()
 
-    def _take_over(self, owner: str) -> None:
-        """Read the index of what the same owner left; begin anew where it is another's."""
-        mark, index, rows = (self._folder / name for name in ("owner", "index", "rows"))
-        if not mark.is_file() or mark.read_text(encoding="utf-8") != owner:
-            if not self._is_writing:
-                raise OSError("another run that reads other features is writing there")
-            mark.unlink(missing_ok=True)
-            index.unlink(missing_ok=True)
-            rows.write_bytes(b"")
-            mark.write_text(owner, encoding="utf-8")
-            return
-        size = rows.stat().st_size
+    def _take_over(self) -> None:
+        """Read the index of what is there."""
+        index, size = self._folder / "index", (self._folder / "rows").stat().st_size
         text = index.read_text(encoding="utf-8") if index.is_file() else ""
         whole = []
         for line in text.splitlines():
@@ -158,8 +162,10 @@ def _is_first(lock: TextIO) -> bool:
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:  # a file system that has none
+        return True
     return True
 
 

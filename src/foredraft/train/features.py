@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +46,7 @@ class FeatureReader:
         target: Loaded.
         layers: Indices into ``hidden_states`` that a head reads.
         max_len: Longest text.
-        max_batch: Most texts at once.
+        max_batch: Texts that the target reads at once.
         keep_in: Folder to keep features in; ``None`` computes them each time.
         keep_bytes: Most bytes of them.
         num_tokens: Of all texts that will be read; no more than theirs is asked of the disk.
@@ -71,16 +73,17 @@ class FeatureReader:
         self._slots = [self._cache.allocate() for _ in range(max_batch)]
         self._kept = tuple(sorted({*layers, *keep_layers, self._last}))
         self._size = int(target.model.config.hidden_size)
+        self.owner = f"{target.name} {self._kept} {_mark(target.model)} {target.dtype}"
         self._runner = Runner(target, self._cache, self._kept)
         self.store: FeatureStore | None = None
         if keep_in is not None:
             width = self._size * len(self._kept)
-            most = min(keep_bytes, num_tokens * width * torch.bfloat16.itemsize)
-            self.store = FeatureStore(keep_in, width, most, self._owner())
+            new_bytes = num_tokens * width * torch.bfloat16.itemsize
+            self.store = FeatureStore(keep_in, width, keep_bytes, new_bytes, self.owner)
 
     @torch.no_grad()
     def read(self, texts: Sequence[Text]) -> Batch:
-        """The batch of some texts, no more than ``max_batch``."""
+        """The batch of some texts."""
         rows = self._rows(texts)
         sizes = [len(text.token_ids) for text in texts]
         most, device = max(sizes), self._target.device
@@ -118,10 +121,15 @@ class FeatureReader:
         return [rows for rows in found if rows is not None]
 
     def _compute(self, texts: Sequence[Text]) -> list[torch.Tensor]:
-        """Run the target."""
+        """Run the target over all texts, as many at once as there are slots."""
+        most = len(self._slots)
+        parts = [texts[first : first + most] for first in range(0, len(texts), most)]
+        return [rows for part in parts for rows in self._run(part)]
+
+    def _run(self, texts: Sequence[Text]) -> list[torch.Tensor]:
         segments = []
         plain = SpeculationParams(PLAIN, 0)
-        for slot, text in zip(self._slots, texts, strict=False):
+        for slot, text in zip(self._slots[: len(texts)], texts, strict=True):
             ids = text.token_ids
             request = Request("train", ids, SamplingParams(), plain, 0, len(ids), frozenset())
             segments.append(Segment(request, ids, slot, 0, len(ids), is_decode=False))
@@ -129,8 +137,13 @@ class FeatureReader:
         joined = torch.cat([out.hidden_states[layer] for layer in self._kept], dim=-1)
         return list(joined.split([len(text.token_ids) for text in texts]))
 
-    def _owner(self) -> str:
-        """What tells these features from another target's, or from another build's."""
-        model = self._target.model
-        mark = float(model.get_output_embeddings().weight.detach().double().sum())
-        return f"{self._target.name} {self._kept} {self._target.dtype} {mark!r} {torch.__version__}"
+
+def _mark(model: Any) -> str:
+    """Tells a model's weights from others': a hash of some numbers of every tensor."""
+    found = hashlib.sha256(torch.__version__.encode())
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // 61)].float().cpu().contiguous()
+        found.update(name.encode())
+        found.update(some.numpy().tobytes())
+    return found.hexdigest()[:24]

@@ -24,7 +24,8 @@ def medusa_losses(
         output_weight: Of its output layer, [vocab_size, hidden_size].
         options: ``num_levels`` and ``regression`` are not read: heads are as many as there are.
     """
-    teacher = teacher_of(head, batch, output_weight, options)
+    target_ids = head.target_ids if head.shape.has_own_words else None
+    teacher = teacher_of(target_ids, batch, output_weight, options)
     num_tokens = batch.token_ids.shape[1]
     total = output_weight.new_zeros(())
     weight_of_all = 0.0
@@ -41,6 +42,6 @@ def medusa_losses(
         total = total + level_weight * value
         weight_of_all += level_weight
         survives = survives[:, :size] & is_same
-        accepted.append((survives & goal.is_answer).sum())
-        counted.append(goal.is_answer.sum())
+        accepted.append((survives & goal.is_counted).sum())
+        counted.append(goal.is_counted.sum())
     return Losses(total / weight_of_all, torch.stack(accepted), torch.stack(counted))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from foredraft.heads.draft_model import KeptLayers
 from foredraft.train.features import Batch
-from foredraft.train.unroll import Losses, Options, Teacher
+from foredraft.train.unroll import Losses, Options, teacher_of
 
 
 def draft_losses(
@@ -27,7 +27,7 @@ def draft_losses(
             not read.
     """
     target_ids = draft.target_ids if draft.has_own_words else None
-    teacher = Teacher(batch, output_weight, target_ids, options.prompt_share, options.is_measuring)
+    teacher = teacher_of(target_ids, batch, output_weight, options)
     hidden = draft.body(input_ids=batch.token_ids, use_cache=False).last_hidden_state
     num_tokens = batch.token_ids.shape[1]
     goal = teacher.goal(-1, num_tokens)
@@ -35,7 +35,7 @@ def draft_losses(
     survives, accepted, counted = is_same, [], []
     for level in range(min(options.num_levels, num_tokens)):
         survives = survives[:, : num_tokens - level] & is_same[:, level:]
-        is_answer = goal.is_answer[:, : num_tokens - level]
+        is_answer = teacher.is_answer[:, : num_tokens - level]
         is_there = batch.is_real[:, level:] & is_answer  # short texts have fewer levels
         accepted.append((survives & is_there).sum())
         counted.append(is_there.sum())

@@ -23,7 +23,9 @@ from foredraft.model.loader import Target, load_target
 from foredraft.train.begin import begin_from_target, choose_words
 from foredraft.train.learner import DraftLearner, HeadLearner, Learner
 from foredraft.train.texts import Text, answer, answered, data_hash, read_prompts
-from foredraft.train.trainer import Progress, TrainConfig, Trainer
+from foredraft.train.trainer import Progress, TrainConfig, Trainer, need_accelerate
+
+_DEFAULT_WORDS = 8192
 
 METHODS = ("eagle", "eagle3", "medusa", "mtp", "draft-model")
 
@@ -43,7 +45,7 @@ class Run:
         answer_tokens: Most tokens of an answer.
         answer_minutes: Answer for so long at most, 0 until all are answered; below 0 takes those
             that there are.
-        draft_vocab_size: Words that are drafted; 0 takes all of the target's.
+        draft_vocab_size: Words that are drafted; 0 takes all of the target's, ``None`` 8192.
         num_layers: Draft model: layers of the target that it keeps.
         with_embedding: Draft model: write it with its embedding and tokenizer, for any program.
         features: Folder to keep features in for other runs too; ``None`` keeps them in ``out``
@@ -62,7 +64,7 @@ class Run:
     num_prompts: int = 0
     answer_tokens: int = 256
     answer_minutes: float = 0.0
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int | None = None
     num_layers: int = 2
     with_embedding: bool = True
     features: Path | None = None
@@ -79,8 +81,30 @@ class Run:
             ("num_layers", 1),
         ):
             value = getattr(self, name)
+            if value is None and name == "draft_vocab_size":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; allowed is an integer of {least} or more.")
+        is_draft = self.method == "draft-model"
+        if is_draft and self.init:
+            raise ConfigError("a draft model begins from the target's layers; leave init out.")
+        if not is_draft and (self.num_layers != 2 or not self.with_embedding):
+            raise ConfigError(
+                f"num_layers and with_embedding are a draft model's, and method is {self.method!r};"
+                " leave them out."
+            )
+        if self.train.regression and self.method in ("medusa", "draft-model"):
+            raise ConfigError(
+                f"regression is {self.train.regression!r}, and {self.method} stands for no feature "
+                "of the target; leave it out."
+            )
+        if self.features is not None and not self.train.feature_gb:
+            raise ConfigError("features names a folder and feature_gb is 0; leave one of them out.")
+        if self.init and self.draft_vocab_size is not None:
+            raise ConfigError(
+                f"draft_vocab_size is {self.draft_vocab_size!r}, and the head at init has its "
+                "words; leave one of them out."
+            )
         if not math.isfinite(self.answer_minutes):
             raise ConfigError(
                 f"answer_minutes is {self.answer_minutes!r}; allowed is a number, 0 to answer all."
@@ -104,6 +128,7 @@ def train(
     Returns:
         The survival of a greedy chain on held-out answers, by level.
     """
+    need_accelerate()
     prompts = _prompts(run)
     with _one_after_another(run) as device:
         texts = _texts(run, prompts, device, tell_answers, say)
@@ -135,6 +160,11 @@ def _one_after_another(run: Run) -> Iterator[str]:
     import torch
     from accelerate import PartialState
 
+    if run.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"device is {run.device!r}, and each of several processes has one of its own; allowed "
+            "is auto, cpu or cuda."
+        )
     is_cpu = run.device == "cpu" or not torch.cuda.is_available()
     state = PartialState(cpu=is_cpu, timeout=timedelta(days=7))
     with state.main_process_first():
@@ -145,10 +175,9 @@ def _learner(run: Run, target: Target, texts: Sequence[Text]) -> Learner:
     """What is to learn, with what it begins from."""
     import torch
 
-    num_words = min(run.draft_vocab_size or target.vocab_size, target.vocab_size)
+    asked = _DEFAULT_WORDS if run.draft_vocab_size is None else run.draft_vocab_size
+    num_words = min(asked or target.vocab_size, target.vocab_size)
     if run.method == "draft-model":
-        if run.init:
-            raise ConfigError("a draft model begins from the target's layers; leave --init out.")
         layers = spread_layers(int(target.model.config.num_hidden_layers), run.num_layers)
         words = None
         if num_words < target.vocab_size:
@@ -199,7 +228,8 @@ def _texts(
         minutes = run.answer_minutes
         return bool(minutes) and time.monotonic() - began > 60 * minutes
 
-    if len(done) < len(prompts) and run.answer_minutes >= 0:
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    if len(done) < len(prompts) and run.answer_minutes >= 0 and is_first:
         say(f"The target answers {len(prompts) - len(done):,} prompts, kept in {path}.")
         with LLM(run.model, max_num_requests=32, device=device) as llm:
             done = answer(

@@ -2,13 +2,15 @@
 
 Accelerate carries the loop over one device or many: each process learns from batches of its own,
 and the gradients' mean is everybody's. A checkpoint holds the head, the optimiser, the number of
-the step and the random state; the order of batches is a function of the seed and the epoch, so a
-run that was killed goes on as if it had not been.
+the step; the order of batches is a function of the seed and the epoch, and what is chosen by chance
+of the seed and the step, so a run that was killed goes on as if it had not been.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.util
 import json
 import math
 import time
@@ -46,7 +48,8 @@ class TrainConfig:
         regression: Weight of the distance to the target's feature, 0 for none.
         clip: Largest norm of a gradient.
         num_held_out: Texts that are not learnt from but measured on.
-        minutes: The run ends after so many, its schedule fitted to them; 0 goes by epochs.
+        minutes: The run ends after so many, its schedule fitted to them, however many epochs that
+            is; 0 goes by ``num_epochs``.
         checkpoint_minutes: Between checkpoints.
         feature_gb: Most gigabytes of the target's features that are kept on disk while the run
             lasts, so that a text is read by the target once; 0 computes them each time.
@@ -85,6 +88,10 @@ class TrainConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value <= least:
                 raise ConfigError(f"{name} is {value!r}; allowed is a number above 0.")
+        if isinstance(self.prompt_share, int | float) and self.prompt_share > 1:
+            raise ConfigError(
+                f"prompt_share is {self.prompt_share!r}; allowed is a number from 0 to 1."
+            )
         for name in ("warm_up", "prompt_share", "regression", "minutes", "feature_gb"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
@@ -110,6 +117,12 @@ class Progress:
     tokens_per_s: float
 
 
+def need_accelerate() -> None:
+    """Refuse to begin without the package that carries the loop."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise MissingExtraError("training needs the package accelerate; install foredraft[train].")
+
+
 class Trainer:
     """Trains a head for a target.
 
@@ -133,12 +146,11 @@ class Trainer:
         features: Path | None = None,
     ) -> None:
         """Make the optimiser; go on where a checkpoint in the folder stands."""
-        try:
-            from accelerate import Accelerator
-        except ImportError as error:
-            raise MissingExtraError(
-                "training needs the package accelerate; install foredraft[train]."
-            ) from error
+        need_accelerate()
+        from accelerate import Accelerator
+        from accelerate.utils import broadcast
+
+        self._broadcast = broadcast
         if len(texts) <= config.num_held_out:
             raise ConfigError(
                 f"there are {len(texts)} texts, of which num_held_out={config.num_held_out} are "
@@ -164,6 +176,7 @@ class Trainer:
             keep_bytes=int(config.feature_gb * 1e9),
             num_tokens=sum(min(config.max_len, len(text.token_ids)) for text in texts),
             keep_layers=_layers_of_all(target) if features else (),
+            max_batch=max(1, min(256, 2 * config.batch_tokens // config.max_len)),
         )
         self._keeps_features = features is not None
         self._parameters = [p for p in learner.module.parameters() if p.requires_grad]
@@ -195,13 +208,14 @@ class Trainer:
         self.learner.module.train()
         is_over = False
         here, num_processes = self._accelerator.process_index, self._accelerator.num_processes
-        for epoch in range(self.epoch, self.config.num_epochs):
-            self.epoch = epoch
+        while not is_over and (self.config.minutes or self.epoch < self.config.num_epochs):
+            epoch = self.epoch
             rng = np.random.default_rng([self.config.seed, epoch])
             order = batches(self._texts, self.config.batch_tokens, self.config.max_len, rng)
             num_steps = -(-len(order) // num_processes)
             for number in range(self.batch, num_steps):
-                if self._is_late():
+                self._agree_on_time()
+                if self.config.minutes and self.elapsed_s > 60 * self.config.minutes:
                     is_over = True
                     break
                 share = self._share(epoch, number, num_steps)
@@ -219,9 +233,8 @@ class Trainer:
                     self.survival = self.measure()
                     self.save()
                     saved_at = time.monotonic()
-            if is_over:
-                break
-            self.epoch, self.batch = epoch + 1, 0
+            if not is_over:
+                self.epoch, self.batch = epoch + 1, 0
         self.survival = self.measure()
         self.save()
         if self._reader.store is not None and not self._keeps_features:
@@ -266,7 +279,6 @@ class Trainer:
             "head": self._learnt(),
             "d2t": self.learner.d2t,
             "optimizer": self._optimizer.state_dict(),
-            "random": torch.get_rng_state(),
             "step": self.step,
             "epoch": self.epoch,
             "batch": self.batch,
@@ -288,6 +300,8 @@ class Trainer:
         config = self.config
         return {
             **self.learner.identity(),
+            "target": self._reader.owner,
+            "texts": self._hash_of_texts(),
             "num_processes": self._accelerator.num_processes,
             "num_texts": len(self._texts) + len(self._held_out),
             "num_levels": self._options.num_levels,
@@ -296,6 +310,12 @@ class Trainer:
             "num_held_out": config.num_held_out,
             "seed": config.seed,
         }
+
+    def _hash_of_texts(self) -> str:
+        found = hashlib.sha256()
+        for text in (*self._texts, *self._held_out):
+            found.update(text.token_ids.tobytes())
+        return found.hexdigest()[:16]
 
     def _resume(self) -> None:
         if not self._checkpoint.is_file():
@@ -321,7 +341,6 @@ class Trainer:
         self.learner.module.load_state_dict(state["head"], strict=False)
         self.learner.d2t.copy_(state["d2t"])
         self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
         self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
         self.num_tokens, self.elapsed_s = state["tokens"], state["elapsed_s"]
         self.survival = tuple(state["survival"])
@@ -331,19 +350,20 @@ class Trainer:
             return min(1.0, self.elapsed_s / (60 * self.config.minutes))
         return (epoch + number / num_batches) / self.config.num_epochs
 
-    def _is_late(self) -> bool:
-        """Whether the time is over: for all processes, once it is for one."""
-        if not self.config.minutes:
-            return False
-        is_late = self.elapsed_s > 60 * self.config.minutes
-        if self._accelerator.num_processes == 1:
-            return is_late
-        said = torch.tensor(float(is_late), device=self._accelerator.device)
-        return bool(self._accelerator.reduce(said) > 0)
+    def _agree_on_time(self) -> None:
+        """All go by the first process's clock: the rate of learning follows from it."""
+        if self.config.minutes and self._accelerator.num_processes > 1:
+            said_of = torch.tensor(self.elapsed_s, dtype=torch.float64).to(self._accelerator.device)
+            self.elapsed_s = float(self._broadcast(said_of))
 
     def _learn(self, batch: Batch, share: float) -> float:
         """One step."""
-        found = self.learner.losses(batch, self._options)
+        keys = [self.config.seed, self.step, self._accelerator.process_index]
+        chance = int(np.random.SeedSequence(keys).generate_state(1)[0])
+        options = dataclasses.replace(
+            self._options, generator=torch.Generator().manual_seed(chance)
+        )
+        found = self.learner.losses(batch, options)
         self._accelerator.backward(found.total)
         if self._accelerator.num_processes > 1:
             for parameter in self._parameters:

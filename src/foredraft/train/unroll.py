@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.recurrent import Output, RecurrentHead
 from foredraft.train.features import Batch
 
@@ -29,6 +28,7 @@ class Options:
         prompt_share: Share of the prompts' tokens that are learnt from, where of answers all are.
         regression: Weight of the distance to the target's own feature (EAGLE-1), 0 for none.
         is_measuring: Words that the head has not got count as missed.
+        generator: Of what is chosen by chance, on the CPU; ``None`` takes the global one.
     """
 
     num_levels: int = 4
@@ -36,6 +36,7 @@ class Options:
     prompt_share: float = 0.2
     regression: float = 0.0
     is_measuring: bool = False
+    generator: torch.Generator | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Teacher:
         prompt_share: Share of the prompts' tokens that are learnt from.
         is_measuring: The target's likeliest word is sought among all of its words, those that the
             head has not got too.
+        generator: Of the chance; on the CPU.
     """
 
     def __init__(
@@ -75,13 +77,15 @@ class Teacher:
         target_ids: torch.Tensor | None,
         prompt_share: float,
         is_measuring: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Ask the target once for all levels."""
         after = functional.pad(batch.is_answer, (0, 1))[:, 1:]
+        self.is_real = batch.is_real
         self.is_answer = (after | batch.is_answer) & batch.is_real
         self.rows = self.is_answer.clone()
         if prompt_share > 0:
-            is_drawn = torch.rand(batch.is_real.shape) < prompt_share
+            is_drawn = torch.rand(batch.is_real.shape, generator=generator) < prompt_share
             self.rows |= is_drawn.to(batch.is_real.device) & batch.is_real
         self.place = torch.cumsum(self.rows.flatten(), 0).view_as(self.rows) - 1
         self.own_words = output_weight if target_ids is None else output_weight[target_ids]
@@ -100,7 +104,8 @@ class Teacher:
 
     def goal(self, level: int, size: int) -> Goal:
         """What ``size`` rows of a level, counted from 0, are to say."""
-        return Goal(self, slice(1 + level, 1 + level + size))
+        read = slice(1 + level, 1 + level + size)
+        return Goal(self, read, slice(1, 1 + size) if level > 0 else read)
 
 
 class Goal:
@@ -108,13 +113,15 @@ class Goal:
 
     Attributes:
         rows: bool [B, size], those that count.
-        is_answer: bool [B, size], those of them that tell of an answer's token.
+        is_counted: bool [B, size], drafts of which survival is told: their first token is an
+            answer's, and this one is there.
     """
 
-    def __init__(self, teacher: Teacher, read: slice) -> None:
+    def __init__(self, teacher: Teacher, read: slice, first: slice) -> None:
         """A part of what the teacher says."""
         self._teacher = teacher
-        self.rows, self.is_answer = teacher.rows[:, read], teacher.is_answer[:, read]
+        self.rows = teacher.rows[:, read]
+        self.is_counted = teacher.is_answer[:, first] & teacher.is_real[:, read]
         self._places = teacher.place[:, read][self.rows]
 
     def distance(self, student: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +159,8 @@ def losses(
         options: See there.
     """
     num_rows = batch.token_ids.shape[1] - 1
-    teacher = teacher_of(head, batch, output_weight, options)
+    target_ids = head.target_ids if head.shape.has_own_words else None
+    teacher = teacher_of(target_ids, batch, output_weight, options)
     output: Output | None = None
     if not head.shape.has_output:
 
@@ -185,17 +193,23 @@ def losses(
         total = total + level_weight * value
         weight_of_all += level_weight
         survives = survives[:, :size] & is_same
-        accepted.append((survives & goal.is_answer).sum())
-        counted.append(goal.is_answer.sum())
+        accepted.append((survives & goal.is_counted).sum())
+        counted.append(goal.is_counted.sum())
     return Losses(total / weight_of_all, torch.stack(accepted), torch.stack(counted))
 
 
 def teacher_of(
-    head: RecurrentHead | MedusaHead, batch: Batch, output_weight: torch.Tensor, options: Options
+    target_ids: torch.Tensor | None, batch: Batch, output_weight: torch.Tensor, options: Options
 ) -> Teacher:
-    """What a head is to learn of a batch."""
-    target_ids = head.target_ids if head.shape.has_own_words else None
-    return Teacher(batch, output_weight, target_ids, options.prompt_share, options.is_measuring)
+    """What is to be learnt of a batch by what drafts some words, or all (``None``)."""
+    return Teacher(
+        batch,
+        output_weight,
+        target_ids,
+        options.prompt_share,
+        options.is_measuring,
+        options.generator,
+    )
 
 
 def mean(values: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from foredraft.drafters.heads import HeadDrafter
 from foredraft.drafters.medusa import MedusaDrafter
 from foredraft.heads.checkpoint import make_head
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.output_law import OutputLaw
 from foredraft.heads.shape import HeadShape, shape_for
 from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
@@ -172,9 +173,9 @@ def _learnt(method: str, num_steps: int = 300) -> Any:
     for step in range(num_steps):
         batch, options = all_of_them[step % len(all_of_them)], Options(3, prompt_share=0.1)
         if method == "medusa":
-            found = medusa_losses(head, batch, weight, options)
+            found = medusa_losses(head, batch, OutputLaw(weight), options)
         else:
-            found = losses(head, batch, embed, weight, options)
+            found = losses(head, batch, embed, OutputLaw(weight), options)
         found.total.backward()
         optimizer.step()
         optimizer.zero_grad()

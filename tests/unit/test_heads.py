@@ -22,6 +22,7 @@ from foredraft.drafters.heads import HeadConfig
 from foredraft.drafters.portfolio import PortfolioConfig, PortfolioDrafter
 from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.heads.checkpoint import load_head, save_head
+from foredraft.heads.output_law import OutputLaw
 from foredraft.heads.own_words import output_for
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.shape import HeadShape, default_feature_layers, shape_for
@@ -332,7 +333,7 @@ def test_training_unrolls_what_drafting_does(shape: HeadShape, is_measuring: boo
     share = 0.0 if is_measuring else 1.0
     options = Options(levels, decay=0.7, prompt_share=share, is_measuring=is_measuring)
     with torch.no_grad():
-        found = losses(head, batch, embed, output, options)
+        found = losses(head, batch, embed, OutputLaw(output), options)
     assert float(found.total) == pytest.approx(total / weights, rel=1e-4)
     assert found.accepted.tolist() == survivors and found.counted.tolist() == counts
 
@@ -426,6 +427,11 @@ def test_an_output_layer_for_some_words(has_bias: bool, is_packed: bool) -> None
     if is_packed:
         packed_linear.pack_linear_layers(whole)
     found = output_for(whole, torch.tensor(WORDS), torch.empty(300, 0))
+    if has_bias:  # however coarse the numbers are
+        coarse = torch.nn.Linear(300, 50).bfloat16().requires_grad_(False)
+        coarse.bias.normal_(0, 2)
+        rows = output_for(coarse, torch.tensor(WORDS), torch.empty(300, 0, dtype=torch.bfloat16))
+        torch.testing.assert_close(rows.weight, coarse.weight[WORDS], rtol=2e-2, atol=1e-4)
     assert (found.bias is not None) == has_bias
     torch.testing.assert_close(found(x), want, rtol=1e-5, atol=1e-5)
 

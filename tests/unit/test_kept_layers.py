@@ -23,6 +23,7 @@ from foredraft.heads.draft_model import (
     save_draft,
     spread_layers,
 )
+from foredraft.heads.output_law import OutputLaw
 from foredraft.model.loader import Target
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.train.features import FeatureReader
@@ -139,9 +140,9 @@ def test_survival_is_agreement_on_one_token_after_another() -> None:
     batch = FeatureReader(target, (int(target.model.config.num_hidden_layers),), 64).read(texts)
     weight = target.model.get_output_embeddings().weight.detach()
     with torch.no_grad():
-        found = draft_losses(draft, batch, weight, Options(3, prompt_share=1.0))
+        found = draft_losses(draft, batch, OutputLaw(weight), Options(3, prompt_share=1.0))
         measured = draft_losses(
-            draft, batch, weight, Options(3, prompt_share=0.0, is_measuring=True)
+            draft, batch, OutputLaw(weight), Options(3, prompt_share=0.0, is_measuring=True)
         )
     losses, accepted, counted = [], [0] * 3, [0] * 3
     for text in texts:

@@ -16,6 +16,7 @@ from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.medusa import MedusaConfig, MedusaDrafter, _likeliest
 from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.heads.checkpoint import load_medusa, save_head
+from foredraft.heads.output_law import OutputLaw
 from foredraft.heads.shape import shape_for
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.train.features import Batch
@@ -104,7 +105,7 @@ def test_each_head_learns_what_the_target_says_further_ahead(words: list[int] | 
         weights += 0.7**level
     batch = Batch(ids, is_real, is_answer, features, final)
     with torch.no_grad():
-        found = medusa_losses(head, batch, output, Options(decay=0.7, prompt_share=1.0))
+        found = medusa_losses(head, batch, OutputLaw(output), Options(decay=0.7, prompt_share=1.0))
     assert float(found.total) == pytest.approx(total / weights, rel=1e-4)
     assert found.accepted.tolist() == survivors and found.counted.tolist() == counts
 

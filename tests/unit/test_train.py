@@ -23,6 +23,7 @@ from foredraft.errors import ConfigError, DataError, ModelLoadError
 from foredraft.heads.checkpoint import load_head, load_medusa, make_head
 from foredraft.heads.draft_model import KeptLayers, load_draft
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.output_law import LogitShape, OutputLaw
 from foredraft.heads.shape import shape_for
 from foredraft.model.loader import Target, prepare_target
 from foredraft.params import SamplingParams, SpeculationParams
@@ -464,8 +465,10 @@ def test_of_prompts_a_share_is_learnt_and_of_answers_all() -> None:
     output = torch.randn(30, 8)
     for share in (0.0, 0.25, 1.0):
         chance = torch.Generator().manual_seed(4)
-        teacher = Teacher(batch, output, None, share, generator=chance)
-        again = Teacher(batch, output, None, share, generator=torch.Generator().manual_seed(4))
+        teacher = Teacher(batch, OutputLaw(output), None, share, generator=chance)
+        again = Teacher(
+            batch, OutputLaw(output), None, share, generator=torch.Generator().manual_seed(4)
+        )
         assert torch.equal(teacher.rows, again.rows)
         assert teacher.rows[:, 199:250].all() and not teacher.rows[~is_real].any()
         others = is_real & ~teacher.is_answer
@@ -671,3 +674,41 @@ def test_a_head_of_another_kind_is_no_beginning(folder: Path, tmp_path: Path) ->
         )
     with pytest.raises(ModelLoadError, match="holds no config"):
         train(dataclasses.replace(run, init=str(tmp_path), out=tmp_path / "x"), quiet, quiet, quiet)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "granite", "cohere"])
+@torch.no_grad()
+def test_what_is_learnt_is_the_targets_law(family: str) -> None:
+    """With a bias, a scale, or a cap of its logits."""
+    import transformers as tf
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "pad_token_id": None,
+    }
+    config = {
+        "llama": lambda: tf.LlamaConfig(**sizes),
+        "gemma2": lambda: tf.Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=3.0),
+        "phi": lambda: tf.PhiConfig(**sizes),
+        "granite": lambda: tf.GraniteConfig(**sizes, logits_scaling=4.0),
+        "cohere": lambda: tf.CohereConfig(**sizes, logit_scale=0.3),
+    }[family]()
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3)
+    ids = torch.arange(5, 25)[None]
+    wanted = model(ids).logits[0]
+    final = model.model(ids).last_hidden_state[0]
+    law = OutputLaw.of(model)
+    torch.testing.assert_close(law(final), wanted, rtol=1e-4, atol=1e-4)
+    few = torch.tensor([3, 50, 9])
+    torch.testing.assert_close(law.only(few)(final), wanted[:, few], rtol=1e-4, atol=1e-4)
+    drafts = LogitShape.of(config).behind(model.get_output_embeddings())
+    torch.testing.assert_close(drafts(final), wanted, rtol=1e-4, atol=1e-4)

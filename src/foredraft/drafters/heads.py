@@ -33,6 +33,7 @@ from foredraft.drafters.head_cache import HeadCache, HeadState, Rows
 from foredraft.errors import ConfigError, ModelLoadError
 from foredraft.heads.checkpoint import load_head
 from foredraft.heads.inside import is_checkpoint_with_mtp, load_inside
+from foredraft.heads.output_law import LogitShape
 from foredraft.heads.own_words import output_for
 from foredraft.heads.recurrent import Output, RecurrentHead
 from foredraft.heads.trained import shipped_head
@@ -173,7 +174,7 @@ class HeadDrafter(Drafter):
             if packed_linear.can_pack(target.dtype, target.device):
                 packed_linear.pack_linear_layers(own)
             output = own
-        self._output: Output | None = output
+        self._output: Output | None = LogitShape.of(target.model.config).behind(output)
         capacity = context.max_model_len + config.width * config.max_depth
         self._cache = HeadCache(head, embed, 2 * context.max_num_requests, capacity)
         self._states: dict[str, HeadState] = {}

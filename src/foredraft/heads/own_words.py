@@ -31,12 +31,17 @@ def output_for(
     """
     size = like.shape[0]
     bias = output(like.new_zeros(1, size))[0, target_ids]
+    # Beside a bias a weight would be rounded to the bias's precision, so it is asked for large.
+    large = 1.0
+    if bias.any():
+        large = 2.0**8 if like.dtype == torch.float16 else 2.0**16
     found = nn.Linear(size, len(target_ids), device=like.device, dtype=like.dtype)
     for first in range(0, size, _ROWS):
         count = min(_ROWS, size - first)
         inputs = like.new_zeros(count, size)
-        inputs[torch.arange(count), first + torch.arange(count)] = 1
-        found.weight[:, first : first + count] = (output(inputs)[:, target_ids] - bias).T
+        inputs[torch.arange(count), first + torch.arange(count)] = large
+        asked = (output(inputs)[:, target_ids] - bias).T / large
+        found.weight[:, first : first + count] = asked
     if bias.any():
         found.bias.copy_(bias)
     else:

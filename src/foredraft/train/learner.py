@@ -12,6 +12,7 @@ from torch import nn
 from foredraft.heads.checkpoint import save_head
 from foredraft.heads.draft_model import KeptLayers, save_draft
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.output_law import OutputLaw
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.train.features import Batch
 from foredraft.train.parallel import medusa_losses
@@ -39,7 +40,7 @@ class Learner(ABC):
         """Take hold of the target's two ends."""
         self.target = target
         self._embed = target.model.get_input_embeddings()
-        self._output_weight = target.model.get_output_embeddings().weight.detach()
+        self._output = OutputLaw.of(target.model)
 
     @property
     @abstractmethod
@@ -82,8 +83,8 @@ class HeadLearner(Learner):
     def losses(self, batch: Batch, options: Options) -> Losses:
         """See ``Learner``."""
         if isinstance(self.head, MedusaHead):
-            return medusa_losses(self.head, batch, self._output_weight, options)
-        return losses(self.head, batch, self._embed, self._output_weight, options)
+            return medusa_losses(self.head, batch, self._output, options)
+        return losses(self.head, batch, self._embed, self._output, options)
 
     def save(self, folder: Path) -> None:
         """See ``Learner``."""
@@ -124,7 +125,7 @@ class DraftLearner(Learner):
 
     def losses(self, batch: Batch, options: Options) -> Losses:
         """See ``Learner``."""
-        return draft_losses(self.draft, batch, self._output_weight, options)
+        return draft_losses(self.draft, batch, self._output, options)
 
     def save(self, folder: Path) -> None:
         """See ``Learner``."""

@@ -9,25 +9,24 @@ from __future__ import annotations
 import torch
 
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.output_law import OutputLaw
 from foredraft.train.features import Batch
 from foredraft.train.unroll import Losses, Options, teacher_of
 
 
-def medusa_losses(
-    head: MedusaHead, batch: Batch, output_weight: torch.Tensor, options: Options
-) -> Losses:
+def medusa_losses(head: MedusaHead, batch: Batch, output: OutputLaw, options: Options) -> Losses:
     """The losses of all heads over a batch.
 
     Args:
         head: In training.
         batch: Of the target.
-        output_weight: Of its output layer, [vocab_size, hidden_size].
+        output: Its output layer.
         options: ``num_levels`` and ``regression`` are not read: heads are as many as there are.
     """
     target_ids = head.target_ids if head.shape.has_own_words else None
-    teacher = teacher_of(target_ids, batch, output_weight, options)
+    teacher = teacher_of(target_ids, batch, output, options)
     num_tokens = batch.token_ids.shape[1]
-    total = output_weight.new_zeros(())
+    total = output.weight.new_zeros(())
     weight_of_all = 0.0
     survives = batch.is_real
     accepted, counted = [], []
@@ -36,7 +35,7 @@ def medusa_losses(
         if size < 2:
             break
         goal = teacher.goal(level, size)
-        features = batch.features[:, :size][goal.rows].to(output_weight.dtype)
+        features = batch.features[:, :size][goal.rows].to(output.weight.dtype)
         value, is_same = goal.distance(one(features))
         level_weight = options.decay**level
         total = total + level_weight * value

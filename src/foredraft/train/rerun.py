@@ -7,31 +7,29 @@ drafts survives where it agrees with the target on one token after another.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from foredraft.heads.draft_model import KeptLayers
+from foredraft.heads.output_law import OutputLaw
 from foredraft.train.features import Batch
 from foredraft.train.unroll import Losses, Options, teacher_of
 
 
-def draft_losses(
-    draft: KeptLayers, batch: Batch, output_weight: torch.Tensor, options: Options
-) -> Losses:
+def draft_losses(draft: KeptLayers, batch: Batch, output: OutputLaw, options: Options) -> Losses:
     """The losses of a batch.
 
     Args:
         draft: In training.
         batch: Of the target.
-        output_weight: Of its output layer, [vocab_size, hidden_size].
+        output: Its output layer.
         options: ``num_levels`` says how far survival is counted; ``decay`` and ``regression`` are
             not read.
     """
     target_ids = draft.target_ids if draft.has_own_words else None
-    teacher = teacher_of(target_ids, batch, output_weight, options)
+    teacher = teacher_of(target_ids, batch, output, options)
     hidden = draft.body(input_ids=batch.token_ids, use_cache=False).last_hidden_state
     num_tokens = batch.token_ids.shape[1]
     goal = teacher.goal(-1, num_tokens)
-    value, is_same = goal.distance(functional.linear(hidden[goal.rows], teacher.own_words))
+    value, is_same = goal.distance(teacher.own_words(hidden[goal.rows]))
     survives, accepted, counted = is_same, [], []
     for level in range(min(options.num_levels, num_tokens)):
         survives = survives[:, : num_tokens - level] & is_same[:, level:]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from foredraft.heads.output_law import OutputLaw
 from foredraft.heads.recurrent import Output, RecurrentHead
 from foredraft.train.features import Batch
 
@@ -62,7 +63,7 @@ class Teacher:
 
     Args:
         batch: Of the target.
-        output_weight: Of its output layer, [vocab_size, hidden_size].
+        output: Its output layer.
         target_ids: int64 [num_words], the words of the head; ``None`` where it has all.
         prompt_share: Share of the prompts' tokens that are learnt from.
         is_measuring: The target's likeliest word is sought among all of its words, those that the
@@ -73,7 +74,7 @@ class Teacher:
     def __init__(
         self,
         batch: Batch,
-        output_weight: torch.Tensor,
+        output: OutputLaw,
         target_ids: torch.Tensor | None,
         prompt_share: float,
         is_measuring: bool = False,
@@ -88,14 +89,14 @@ class Teacher:
             is_drawn = torch.rand(batch.is_real.shape, generator=generator) < prompt_share
             self.rows |= is_drawn.to(batch.is_real.device) & batch.is_real
         self.place = torch.cumsum(self.rows.flatten(), 0).view_as(self.rows) - 1
-        self.own_words = output_weight if target_ids is None else output_weight[target_ids]
+        self.own_words = output.only(target_ids)
         self.target_ids = target_ids
         with torch.no_grad():
-            final = batch.final[self.rows].to(output_weight.dtype)
-            logits = functional.linear(final, self.own_words).float()
+            final = batch.final[self.rows]
+            logits = self.own_words(final).float()
             self.law = torch.softmax(logits, dim=-1)
             if is_measuring and target_ids is not None:
-                self.best = functional.linear(final, output_weight).argmax(-1)
+                self.best = output(final).argmax(-1)
             else:
                 self.best = self._id_of(logits.argmax(-1))
 
@@ -146,7 +147,7 @@ def losses(
     head: RecurrentHead,
     batch: Batch,
     embed: torch.nn.Module,
-    output_weight: torch.Tensor,
+    target_output: OutputLaw,
     options: Options,
 ) -> Losses:
     """Unroll a head over a batch.
@@ -155,19 +156,15 @@ def losses(
         head: In training.
         batch: Of the target.
         embed: Its embedding.
-        output_weight: Of its output layer, [vocab_size, hidden_size].
+        target_output: Its output layer.
         options: See there.
     """
     num_rows = batch.token_ids.shape[1] - 1
     target_ids = head.target_ids if head.shape.has_own_words else None
-    teacher = teacher_of(target_ids, batch, output_weight, options)
-    output: Output | None = None
-    if not head.shape.has_output:
+    teacher = teacher_of(target_ids, batch, target_output, options)
+    output: Output | None = None if head.shape.has_output else teacher.own_words
 
-        def output(hidden: torch.Tensor) -> torch.Tensor:
-            return functional.linear(hidden, teacher.own_words)
-
-    features = batch.features[:, :num_rows].to(output_weight.dtype)
+    features = batch.features[:, :num_rows].to(target_output.weight.dtype)
     hidden = head.fuse(features)
     attend = _Unrolled(num_rows, batch.token_ids.device)
     total = hidden.new_zeros(())
@@ -199,12 +196,12 @@ def losses(
 
 
 def teacher_of(
-    target_ids: torch.Tensor | None, batch: Batch, output_weight: torch.Tensor, options: Options
+    target_ids: torch.Tensor | None, batch: Batch, output: OutputLaw, options: Options
 ) -> Teacher:
     """What is to be learnt of a batch by what drafts some words, or all (``None``)."""
     return Teacher(
         batch,
-        output_weight,
+        output,
         target_ids,
         options.prompt_share,
         options.is_measuring,

@@ -66,7 +66,7 @@ def test_texts_are_plain_decodings(kind: str, temperature: float, llm: LLM) -> N
         assert sum(o.stats.num_accepted_tokens for o in drafted) > 10
 
 
-def test_it_drafts_in_auto(llm: LLM) -> None:
+def test_it_is_found_by_name(llm: LLM) -> None:
     assert trained.shipped_head("eagle3", llm.engine.target.model.config) == str(
         next(folder for folder in FOLDERS if folder.name == "eagle3")
     )

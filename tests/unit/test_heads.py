@@ -536,6 +536,13 @@ def test_a_head_that_ships_is_a_member(tmp_path: Path, monkeypatch: pytest.Monke
     assert tuple(bare.members) == PORTFOLIO_MEMBERS
     save_head(learnt_head("eagle3"), tmp_path / "tiny" / "eagle3", "tiny", target.model.config)
     monkeypatch.setattr("foredraft.heads.trained._PLACES", (tmp_path,))
+    record = tmp_path / "tiny" / "eagle3" / "run.json"
+    for survival in (0.5, "much"):  # a weak one, or one of which nothing is known, costs more
+        record.write_text(json.dumps({"held_out_survival": [survival]}))
+        assert tuple(PortfolioDrafter(PortfolioConfig(), context).members) == PORTFOLIO_MEMBERS
+    with pytest.raises(ConfigError, match="options are given for eagle3, and no such head"):
+        PortfolioDrafter(PortfolioConfig(options={"eagle3": {"max_depth": 3}}), context)
+    record.write_text(json.dumps({"held_out_survival": [0.7, 0.5]}))
     made = PortfolioDrafter(PortfolioConfig(options={"eagle3": {"max_depth": 3}}), context)
     assert tuple(made.members) == (*PORTFOLIO_MEMBERS, "eagle3")
     assert made.members["eagle3"].config.max_depth == 3  # type: ignore[attr-defined]

@@ -35,6 +35,15 @@ def shipped_head(kind: str, target: Any) -> str | None:
     return None
 
 
+def survival_of(folder: str | Path) -> float:
+    """The share of first drafts that were right on held-out answers, by a head's record; else 0."""
+    try:
+        record = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
+        return float(record["held_out_survival"][0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return 0.0
+
+
 def ships_any(kind: str) -> bool:
     """Whether something of a kind ships for any target."""
     return any(True for place in _PLACES for _ in place.glob(f"*/{kind}/config.json"))

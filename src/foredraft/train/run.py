@@ -144,7 +144,7 @@ def train(
         "num_texts": len(texts),
         "num_answer_tokens": num_answer,
         "init": bool(run.init),
-        "command": " ".join(["foredraft", *sys.argv[1:]]),
+        "command": " ".join(["foredraft", *map(_without_place, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
     }
     say(f"Learning from {len(texts):,} texts with {num_answer:,} tokens of answers.")
@@ -199,6 +199,11 @@ def _learner(run: Run, target: Target, texts: Sequence[Text]) -> Learner:
         head.d2t.copy_(choose_words(texts, num_words, target.vocab_size))
     begin_from_target(head, target)
     return HeadLearner(head.to(target.device), target)
+
+
+def _without_place(argument: str) -> str:
+    """An argument, of a path its name alone: where it lay is nobody's business."""
+    return Path(argument).name if os.path.isabs(argument) else argument
 
 
 def _prompts(run: Run) -> list[str]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,7 +162,24 @@ def tiny_texts() -> list[Text]:
 
 
 @functools.cache
-def _learnt(method: str, num_steps: int = 300) -> Any:
+def _learnt(method: str) -> Any:
+    """Learnt once in a run of the tests, however many processes and files need it."""
+    shape = shape_for(family_target("llama", packs=False).model.config, method)
+    head = MedusaHead(shape) if method == "medusa" else make_head(shape)
+    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    kept = Path(tempfile.gettempdir()) / f"foredraft-{run_id}-{method}.pt"
+    if run_id and kept.is_file():
+        head.load_state_dict(torch.load(kept, weights_only=True))
+        return head.eval()
+    made = _learn(method)
+    if run_id:
+        new = kept.with_suffix(f".{os.getpid()}")
+        torch.save(made.state_dict(), new)
+        new.replace(kept)
+    return made
+
+
+def _learn(method: str, num_steps: int = 300) -> Any:
     target = family_target("llama", packs=False)
     shape = shape_for(target.model.config, method)
     torch.manual_seed(0)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.mtp import MtpHead
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.model.loader import Target
 from foredraft.train.texts import Text
@@ -34,10 +36,12 @@ def choose_words(texts: Iterable[Text], num_words: int, vocab_size: int) -> torc
 
 @torch.no_grad()
 def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
-    """Give an EAGLE-3 head the target's last layer, its norm and its output rows to begin with.
+    """Give a head the target's last layer, and what else of it fits, to begin with.
 
-    Medusa heads get the output rows; other heads begin from random weights but for the layer. What
-    does not fit is left as it is.
+    An EAGLE-3 head gets its norm and its output rows, too. EAGLE and MTP heads read features after
+    the last norm, which are of another scale than what the layer reads in the target: they begin by
+    passing the feature on, and the layer adds little at first. Medusa heads get the output rows.
+    What does not fit is left as it is.
     """
     if isinstance(head, MedusaHead):
         rows = target.model.get_output_embeddings().weight[head.target_ids]
@@ -67,6 +71,8 @@ def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
     if before_mlp is None and not hasattr(layer, "post_feedforward_layernorm"):
         before_mlp = getattr(layer, "post_attention_layernorm", None)
     _copy_norm(own.post_attention_layernorm, before_mlp)
+    if isinstance(head, MtpHead):
+        _copy_norm(own.input_layernorm, getattr(layer, "input_layernorm", None))
     if isinstance(head, Eagle3Head):
         _copy_norm(own.hidden_norm, getattr(layer, "input_layernorm", None))
         _copy_norm(head.norm, getattr(target.model.model, "norm", None))
@@ -76,6 +82,25 @@ def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
         # The highest feature passes through, the others join little by little.
         head.fc.weight.mul_(0.1)
         head.fc.weight[:, -size:] += torch.eye(size)
+    else:
+        _pass_on(head, own, target)
+
+
+def _pass_on(head: RecurrentHead, layer: Any, target: Target) -> None:
+    """Let a head begin by passing the feature on."""
+    projection = head.fc if isinstance(head, EagleHead) else head.eh_proj
+    size = head.shape.hidden_size
+    if not isinstance(projection, torch.nn.Linear) or projection.in_features != 2 * size:
+        return
+    projection.weight.mul_(0.1)
+    hidden = slice(0, size) if head.shape.hidden_first else slice(size, 2 * size)
+    projection.weight[:, hidden] += torch.eye(size)
+    for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        part.weight.mul_(0.1)
+    norm = getattr(target.model.model, "norm", None)
+    if isinstance(head, MtpHead) and getattr(norm, "weight", None) is not None:
+        _copy_norm(head.norm, norm)  # its size is that of features; their directions pass as are
+        head.norm.weight.fill_(float(head.norm.weight.square().mean().sqrt()))
 
 
 def _last_layer(model: Any) -> Any:

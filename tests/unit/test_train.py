@@ -712,3 +712,24 @@ def test_what_is_learnt_is_the_targets_law(family: str) -> None:
     torch.testing.assert_close(law.only(few)(final), wanted[:, few], rtol=1e-4, atol=1e-4)
     drafts = LogitShape.of(config).behind(model.get_output_embeddings())
     torch.testing.assert_close(drafts(final), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+@torch.no_grad()
+def test_a_head_begins_by_passing_the_feature_on(kind: str, target: Target) -> None:
+    """So that its first guess is what the target said last, and not noise of another scale."""
+    head = new_head(target, kind).head
+    size = head.shape.hidden_size
+    ids = torch.arange(5, 25)[None]
+    batch = FeatureReader(target, head.shape.feature_layers, 64).read([Text(ids[0].numpy(), 1)])
+    embeds = target.model.get_input_embeddings()(ids)
+    seen: list[torch.Tensor] = []
+
+    def attend(query: Any, key: Any, value: Any, scaling: Any = None) -> torch.Tensor:
+        seen.append(query)
+        return torch.zeros(1, 20, size)
+
+    out = head.level(batch.features, embeds, head.rotate(torch.arange(20)[None]), attend)
+    output = target.model.get_output_embeddings()
+    found, before = head.logits(out, output).argmax(-1), output(batch.final).argmax(-1)
+    assert len(seen) == 1 and float((found == before).float().mean()) > 0.6

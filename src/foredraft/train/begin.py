@@ -40,7 +40,7 @@ def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
 
     An EAGLE-3 head gets its norm and its output rows, too. EAGLE and MTP heads read features after
     the last norm, which are of another scale than what the layer reads in the target: they begin by
-    passing the feature on, and the layer adds little at first. Medusa heads get the output rows.
+    passing the feature on, and the layer adds nothing at first. Medusa heads get the output rows.
     What does not fit is left as it is.
     """
     if isinstance(head, MedusaHead):
@@ -96,7 +96,7 @@ def _pass_on(head: RecurrentHead, layer: Any, target: Target) -> None:
     hidden = slice(0, size) if head.shape.hidden_first else slice(size, 2 * size)
     projection.weight[:, hidden] += torch.eye(size)
     for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
-        part.weight.mul_(0.1)
+        part.weight.zero_()
     norm = getattr(target.model.model, "norm", None)
     if isinstance(head, MtpHead) and getattr(norm, "weight", None) is not None:
         _copy_norm(head.norm, norm)  # its size is that of features; their directions pass as are

@@ -347,3 +347,20 @@ def test_more_modules_than_one_are_said(tmp_path: Path) -> None:
     with warnings_logged() as said:
         load_inside(folder, model_of("mimo"), torch.float32)
     assert len(said) == 1 and "holds 2 MTP modules; the first drafts every level" in said[0]
+
+
+@torch.no_grad()
+def test_routers_stay_in_float32(tmp_path: Path) -> None:
+    """As the target's class keeps them: rounded, they would choose other experts."""
+    folder = checkpoint("deepseek", tmp_path / "model")
+    head = load_inside(folder, model_of("deepseek"), torch.bfloat16)
+    wanted = random_module(model_of("deepseek"), "deepseek").state_dict()
+    for name, tensor in head.state_dict().items():
+        is_router = "mlp.gate." in name
+        assert tensor.dtype == (torch.float32 if is_router else torch.bfloat16), name
+        if is_router:
+            assert torch.equal(tensor, wanted[name])
+    cache = HeadCache(head, model_of("deepseek").get_input_embeddings().bfloat16(), 1, 16)
+    hidden = torch.randn(4, 64, dtype=torch.bfloat16)
+    rows = Rows(cache.allocate(), hidden, np.arange(5, 9), np.arange(4), 0, 0)
+    assert torch.isfinite(cache.run([rows])[0].float()).all()

@@ -35,7 +35,7 @@ from foredraft.train.texts import Text, answer, answered, batches, read_prompts
 from foredraft.train.trainer import TrainConfig, Trainer
 from foredraft.train.unroll import Teacher
 from tests.folders import CONTEXT, VOCAB, make_folder, make_model, make_tokenizer
-from tests.tiny import warnings_logged
+from tests.tiny import family_model, warnings_logged
 
 PROMPTS = [f"one two {word} three" for word in ("red", "blue", "fox", "bird", "hill", "tree")]
 QUICK = TrainConfig(
@@ -733,3 +733,34 @@ def test_a_head_begins_by_passing_the_feature_on(kind: str, target: Target) -> N
     output = target.model.get_output_embeddings()
     found, before = head.logits(out, output).argmax(-1), output(batch.final).argmax(-1)
     assert len(seen) == 1 and float((found == before).float().mean()) > 0.6
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
+@pytest.mark.parametrize("family", ["gemma2", "olmo2", "cohere", "gpt2"])
+@torch.no_grad()
+def test_heads_begin_from_targets_of_other_families(family: str, kind: str) -> None:
+    """Norms that add one, that stand behind a part, or are not there; layers that lie elsewhere."""
+    import transformers as tf
+
+    if family == "cohere":
+        config = tf.CohereConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=None,
+        )
+        model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    else:
+        model = family_model(family)
+    target = prepare_target(family, model, None, CONTEXT, packs=False)
+    head = make_head(shape_for(model.config, kind))
+    begin_from_target(head, target)
+    assert all(torch.isfinite(parameter).all() for parameter in head.parameters())
+    if family == "gemma2" and kind == "eagle3":
+        theirs = model.model.layers[-1]
+        assert torch.equal(head.norm.weight, model.model.norm.weight + 1)
+        own = head.midlayer.post_attention_layernorm.weight
+        assert torch.equal(own, theirs.pre_feedforward_layernorm.weight + 1)

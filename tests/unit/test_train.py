@@ -764,3 +764,11 @@ def test_heads_begin_from_targets_of_other_families(family: str, kind: str) -> N
         assert torch.equal(head.norm.weight, model.model.norm.weight + 1)
         own = head.midlayer.post_attention_layernorm.weight
         assert torch.equal(own, theirs.pre_feedforward_layernorm.weight + 1)
+
+
+def test_minutes_are_not_ended_by_epochs(target: Target, texts: list[Text], tmp_path: Path) -> None:
+    config = dataclasses.replace(QUICK, minutes=0.03, num_epochs=1)
+    said: list[Any] = []
+    trainer = Trainer(new_head(target), texts, config, tmp_path)
+    trainer.run(said.append)
+    assert trainer.epoch > 1 and said[-1].share > 0.8 and trainer.elapsed_s < 60

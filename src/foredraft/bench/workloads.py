@@ -173,7 +173,7 @@ def prompts_of(kind: str, num: int) -> list[list[dict[str, str]]]:
 
 
 def _turned(sentences: list[str], index: int) -> list[str]:
-    """The sentences in an order that no other index has, the first ones merely turned round."""
+    """The sentences turned round, or read in steps: 54 orders."""
     count = len(sentences)
     steps = [step for step in range(1, count) if math.gcd(step, count) == 1]
     step = steps[index // count % len(steps)]

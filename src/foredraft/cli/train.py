@@ -65,7 +65,7 @@ def train(
         float, typer.Option(help="Learn for so long, and not for --num-epochs.")
     ] = 0.0,
     num_epochs: Annotated[int, typer.Option(help="Times that each text is learnt from.")] = 2,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 1024,
     max_len: Annotated[int, typer.Option(help="Longest text, in tokens.")] = 512,
     num_levels: Annotated[
         int, typer.Option(help="Levels of the training-time test; Medusa: heads.")

@@ -62,7 +62,7 @@ class TrainConfig:
     learning_rate: float = 5e-4
     warm_up: float = 0.03
     num_epochs: int = 2
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     max_len: int = 512
     num_levels: int = 4
     prompt_share: float = 0.2

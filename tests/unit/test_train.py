@@ -146,6 +146,22 @@ def test_answers_are_the_targets_and_go_on_where_they_were(folder: Path, tmp_pat
             )
             output = llm.generate(messages, sampling, SpeculationParams("none"))[0]
             assert text.token_ids[text.num_prompt :].tolist() == list(output.token_ids)
+        # One that leaves no room for an answer is passed over, a short answer is not.
+        size = len(llm.encode([{"role": "user", "content": PROMPTS[0]}]))
+        told.clear()
+        some = [PROMPTS[0], "word " * 60, PROMPTS[0]]
+        cut = answer(
+            llm,
+            some,
+            tmp_path / "cut",
+            20,
+            0,
+            lambda num, _: told.append((num, 0)),
+            max_len=size + 16,
+        )
+        assert sorted(cut) == [0, 2] and told[-1][0] == 3
+        assert all(len(text.token_ids) <= size + 16 for text in cut.values())
+        assert not answer(llm, some, tmp_path / "none", 20, 0, lambda *_: None, max_len=size + 15)
     again = answered(path)
     assert all((again[n].token_ids == done[n].token_ids).all() for n in done)
 
@@ -541,6 +557,20 @@ def test_two_processes_learn_one_head_from_batches_of_their_own(
     mine = alone._learnt()
     for name in mine:
         torch.testing.assert_close(mine[name], first[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_rate_goes_by_the_targets_width(
+    target: Target, texts: list[Text], tmp_path: Path
+) -> None:
+    width = int(target.model.config.hidden_size)
+    for given, highest in ((None, 1 / width), (3e-3, 3e-3)):
+        config = dataclasses.replace(QUICK, learning_rate=given, warm_up=0.1)
+        trainer = Trainer(new_head(target), texts, config, tmp_path / str(given))
+        assert trainer._rate(0.1) == pytest.approx(highest)
+        assert trainer._rate(1.0) == pytest.approx(highest / 10)
+        trainer.save()
+        record = json.loads((tmp_path / str(given) / "run.json").read_text())
+        assert record["config"]["learning_rate"] == highest
 
 
 def test_what_makes_no_sense_is_refused(target: Target, texts: list[Text], tmp_path: Path) -> None:

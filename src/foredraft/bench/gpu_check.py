@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,6 +182,7 @@ def _cell(
         s.total_s for s in (*plain, *again)
     )
     graphs = engine.runner.graphs
+    num_waits = _waits_of_a_step(engine, prompts, draft, num_tokens)
     overhead = statistics.median(s.host_s + s.draft_s for s in (*plain, *drafted))
     base = times[batch]
     cost = {n: times[batch * (1 + n)] / base for n in _DRAFTED}
@@ -195,6 +197,7 @@ def _cell(
         "plain_pass_s": base,
         "plain_step_s": plain_step,
         "overhead_s": overhead,
+        "waits_per_step": num_waits,
         "num_graphs": 0 if graphs is None else graphs.num_graphs,
         "verify_cost": {str(n): ratio for n, ratio in cost.items()},
         "alpha": (cost[_NUM_SPECULATIVE] - 1) / _NUM_SPECULATIVE,
@@ -219,6 +222,24 @@ def _serve(
         if step is not None and step.num_decoding == step.num_segments == len(prompts):
             steps.append(step)
     return steps
+
+
+def _waits_of_a_step(
+    engine: Engine, prompts: Sequence[np.ndarray], way: SpeculationParams, num_tokens: int
+) -> float | None:
+    """How often a step makes the host wait for the device, as PyTorch counts it; CUDA only."""
+    if engine.target.device.type != "cuda":
+        return None
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            before = engine.stats.num_steps
+            _serve(engine, prompts, way, num_tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    num_waits = sum("synchronizing CUDA operation" in str(one.message) for one in found)
+    return num_waits / (engine.stats.num_steps - before)
 
 
 def _line(cell: dict[str, Any]) -> str:

@@ -70,7 +70,9 @@ def train(
     num_levels: Annotated[
         int, typer.Option(help="Levels of the training-time test; Medusa: heads.")
     ] = 4,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 5e-4,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="At its highest [default: 1 / hidden size].")
+    ] = None,
     prompt_share: Annotated[
         float, typer.Option(help="Share of the prompts' tokens that are learnt from, too.")
     ] = 0.2,

@@ -8,6 +8,7 @@ import torch
 from foredraft.params import SamplingParams
 from foredraft.sampling.processors import Float64Array
 from foredraft.types import Int64Array
+from foredraft.upload import upload
 
 
 def is_unfiltered(sampling: SamplingParams) -> bool:
@@ -26,12 +27,12 @@ def chances(
     logits: torch.Tensor, token_ids: Int64Array, parents: Int64Array, temperature: float
 ) -> Float64Array:
     """The target's probability of each drafted token at its parent's row, float64 [num_nodes]."""
-    rows = torch.from_numpy(np.unique(parents)).to(logits.device)
+    rows = upload(np.unique(parents), logits.device)
     place = np.searchsorted(np.unique(parents), parents)
     scaled = logits[rows] / temperature
     norms = torch.logsumexp(scaled, dim=-1)
-    where = torch.from_numpy(place).to(logits.device)
-    tokens = torch.from_numpy(token_ids).to(logits.device)
+    where = upload(place, logits.device)
+    tokens = upload(token_ids, logits.device)
     found = torch.exp(scaled[where, tokens] - norms[where]).double().cpu().numpy()
     out: Float64Array = np.nan_to_num(found, nan=0.0)
     return out

@@ -22,6 +22,7 @@ from foredraft.drafters.vocabulary import Context, Vocabulary
 from foredraft.model.kv_cache import ContiguousKVCache
 from foredraft.model.runner import Runner
 from foredraft.types import DraftBatch, Int64Array, Request, Segment, StepPlan
+from foredraft.upload import upload
 
 if TYPE_CHECKING:
     from foredraft.model.loader import Target
@@ -178,7 +179,7 @@ class DraftCache:
         )
         if len(rows) == len(out.logits):
             return out.logits
-        return out.logits[torch.from_numpy(rows).to(out.logits.device)]
+        return out.logits[upload(rows, out.logits.device)]
 
     def forget(self, request_id: str) -> None:
         """Keep what was read of a request for others that begin alike."""

@@ -48,6 +48,7 @@ from foredraft.types import (
     TargetOutput,
     Verdict,
 )
+from foredraft.upload import upload
 
 if TYPE_CHECKING:
     from foredraft.model.loader import Target
@@ -156,7 +157,7 @@ class DraftModelDrafter(Drafter):
         if columns is not None and (
             len(columns) != model.vocab_size or (columns != np.arange(len(columns))).any()
         ):
-            self._columns = torch.from_numpy(columns).to(model.device)
+            self._columns = upload(columns, model.device)
         self._warn_if_dear()
 
     @property
@@ -226,7 +227,7 @@ class DraftModelDrafter(Drafter):
         if len(rows):
             coupled = [growth for growth in growing if growth.is_coupled]
             token_ids[rows], confidence[rows] = choose(
-                logits[torch.from_numpy(rows).to(logits.device)],
+                logits[upload(rows, logits.device)],
                 [growth.segment.request for growth in coupled for _ in growth.frontier],
                 np.concatenate([growth.positions() for growth in coupled]),
                 self.config.num_children,

@@ -17,6 +17,7 @@ from foredraft.sampling.noise import Stream, gumbel_of, units
 from foredraft.sampling.pick import pick
 from foredraft.sampling.processors import Float64Array, RowParams, probs
 from foredraft.types import Int64Array, Request
+from foredraft.upload import upload
 
 _NUM_RIVALS = 16
 """Likeliest tokens that a confidence is weighed against."""
@@ -71,7 +72,7 @@ def choose(
             break
         found = picks.token_ids[rows]
         token_ids[rows, child] = found
-        where = torch.from_numpy(rows).to(logits.device), torch.from_numpy(found).to(logits.device)
+        where = upload(rows, logits.device), upload(found, logits.device)
         values = logits[where].double().cpu().numpy()[:, None]
         score = _scores(values, found[:, None], params.rows(rows), seeds[rows], positions[rows])
         ahead = np.exp(np.minimum(score[:, 0] - highest[rows], 40.0))

@@ -20,6 +20,7 @@ from torch.nn import functional
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.model.kv_cache import ContiguousKVCache, LayerShape
 from foredraft.types import Int64Array
+from foredraft.upload import upload
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -160,8 +161,8 @@ class HeadCache:
         hidden = parts[0].hidden.new_zeros(batch, most, parts[0].hidden.shape[-1])
         for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
             hidden[index, :size] = part.hidden
-        embeds = self.embed(torch.from_numpy(ids).to(self.device)).to(self.dtype)
-        mask = torch.from_numpy(seen).to(self.device)[:, None]
+        embeds = self.embed(upload(ids, self.device)).to(self.dtype)
+        mask = upload(seen, self.device)[:, None]
 
         def attend(
             query: torch.Tensor,
@@ -188,6 +189,6 @@ class HeadCache:
             )
             return out.transpose(1, 2).flatten(2)
 
-        rotation = self.head.rotate(torch.from_numpy(positions).to(self.device))
+        rotation = self.head.rotate(upload(positions, self.device))
         out = self.head.level(hidden, embeds, rotation, attend)
         return [out[index, :size] for index, size in enumerate(sizes)]

@@ -49,6 +49,7 @@ from foredraft.types import (
     TargetOutput,
     Verdict,
 )
+from foredraft.upload import upload
 
 if TYPE_CHECKING:
     from foredraft.model.loader import Target
@@ -232,7 +233,7 @@ class HeadDrafter(Drafter):
             if segment.wants_pick:
                 path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
                 rows = np.concatenate([rows, segment.num_rows - 1 + path])
-            where = torch.from_numpy(first + rows).to(self._cache.device)
+            where = upload(first + rows, self._cache.device)
             features = torch.cat(
                 [target.hidden_states[layer][where] for layer in self._layers], dim=-1
             )

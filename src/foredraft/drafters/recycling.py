@@ -20,12 +20,12 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from foredraft.drafters.base import Drafter, DrafterContext, Needs
 from foredraft.errors import ConfigError
 from foredraft.types import Budgets, DraftBatch, Int64Array, StepPlan, TargetOutput, Verdict
+from foredraft.upload import upload
 
 Float64Array = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
@@ -136,7 +136,7 @@ class RecyclingDrafter(Drafter):
         if target.logits.device.type == "cpu":
             _keep_best(target.logits.numpy(), rows, owners, self._successors)
             return
-        chosen = target.logits[torch.from_numpy(rows).to(target.logits.device)]
+        chosen = target.logits[upload(rows, target.logits.device)]
         best = chosen.topk(self._successors.shape[1], dim=-1).indices.cpu().numpy()
         for owner, successors in zip(owners, best, strict=True):
             self._successors[owner] = successors

@@ -12,6 +12,7 @@ from foredraft.engine.request_state import RequestState
 from foredraft.params import SamplingParams
 from foredraft.sampling.logprobs import of_tokens, processed_logprobs, raw_logprobs
 from foredraft.types import Delta, StepPlan, TargetOutput, Verdict
+from foredraft.upload import upload
 
 
 def with_logprobs(
@@ -51,7 +52,7 @@ def with_logprobs(
             continue
         path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
         rows = target.offsets[index] + np.append(0, path)[: len(delta.token_ids)]
-        where = torch.from_numpy(rows).to(target.logits.device)
+        where = upload(rows, target.logits.device)
         found = of_tokens(
             _logprobs(target.logits[where], shaped[where], sampling),
             np.array(delta.token_ids, dtype=np.int64),

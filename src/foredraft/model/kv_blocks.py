@@ -17,6 +17,7 @@ import torch
 
 from foredraft.model.kv_cache import ROW_BLOCK, KVCache, LayerShape, stores_of
 from foredraft.types import Int64Array
+from foredraft.upload import upload
 
 BLOCK_ROWS = 32
 """Rows of a block where nothing else is asked for."""
@@ -158,8 +159,8 @@ class BlockKVCache(KVCache):
         end = target + len(sources)
         self.reserve(slot, target, end)
         where = self.flat_rows(slot, 0, max(end, int(sources.max()) + 1))
-        from_rows = torch.from_numpy(where[sources]).to(self._device)
-        to_rows = torch.from_numpy(where[target:end]).to(self._device)
+        from_rows = upload(where[sources], self._device)
+        to_rows = upload(where[target:end], self._device)
         for layer in range(len(self.layers)):
             for store in self.flat(layer):
                 store[to_rows] = store[from_rows]
@@ -183,7 +184,7 @@ class BlockKVCache(KVCache):
         for index, slot in enumerate(slots):
             table = self._tables[slot][:num_blocks]
             places[index, : len(table)] = table
-        return torch.from_numpy(places).to(self._device), num_rows
+        return upload(places, self._device), num_rows
 
     def read(
         self, layer: int, place: tuple[torch.Tensor, int]

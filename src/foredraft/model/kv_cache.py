@@ -29,6 +29,7 @@ import torch
 
 from foredraft.errors import ModelLoadError
 from foredraft.types import Int64Array
+from foredraft.upload import upload
 
 ROW_BLOCK = 64
 """A slot holds whole blocks of this many rows, so that attention can read whole blocks."""
@@ -297,7 +298,7 @@ class ContiguousKVCache(KVCache):
 
         The copy goes through a temporary, so sources and targets may overlap.
         """
-        index = torch.from_numpy(sources).to(self._device)
+        index = upload(sources, self._device)
         end = target + len(sources)
         for keys, values in self._stores:
             keys.tensor[slot, target:end] = keys.tensor[slot].index_select(0, index)

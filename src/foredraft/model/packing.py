@@ -28,6 +28,7 @@ from foredraft.model.kv_cache import ROW_BLOCK, KVCache
 from foredraft.model.paged_attention import PagedAttention, Room, contained, filled
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan
+from foredraft.upload import upload
 
 _CALL_COST = 8192
 """What an attention call costs beside its work, in pairs of a row and a key: requests share a call
@@ -238,7 +239,7 @@ class PackedPass:
         return is_draft
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
 
     def _group(self) -> tuple[list[_Chunk], list[_DecodeGroup]]:
         chunks: list[_Chunk] = []

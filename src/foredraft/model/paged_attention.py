@@ -24,6 +24,7 @@ from foredraft.model.attention import AttentionOptions
 from foredraft.model.kv_cache import KVCache
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import Int64Array, StepPlan
+from foredraft.upload import upload
 
 _QUERY_ROWS = 128
 """Rows of a stretch for which the blocks are named together."""
@@ -198,7 +199,7 @@ class PagedAttention:
         return rule
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
 
 
 def filled(rows: np.ndarray[Any, Any], room: Room) -> np.ndarray[Any, Any]:

@@ -8,6 +8,7 @@ import torch
 from foredraft.params import SamplingParams
 from foredraft.sampling.processors import RowParams, filtered
 from foredraft.types import Int64Array, TokenLogprob
+from foredraft.upload import upload
 
 
 def raw_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ def of_tokens(
     """
     if not len(token_ids):
         return ()
-    ids = torch.from_numpy(np.asarray(token_ids)).to(logprobs.device)
+    ids = upload(np.asarray(token_ids), logprobs.device)
     own = logprobs.gather(1, ids[:, None])
     ranks = (logprobs > own).sum(dim=-1) + 1
     values, order = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from foredraft.sampling.noise import Stream, gumbel, position_keys, unit, units_torch
 from foredraft.sampling.processors import RowParams, filtered
+from foredraft.upload import upload
 
 _STEPS_PER_UNIT = 4
 _NUM_BOUNDS = 38 * _STEPS_PER_UNIT
@@ -138,13 +139,11 @@ def _pick_torch(
     is_finite = torch.isfinite(logits.amax(dim=-1))
     scores = logits.double()
     if params.temperature.any():
-        temperature = torch.from_numpy(params.temperature).to(logits.device)
+        temperature = upload(params.temperature, logits.device)
         is_drawn = (temperature > 0)[:, None]
         keys = position_keys(seeds, positions, Stream.PICK).view(np.int64)
         tokens = torch.arange(logits.shape[1], device=logits.device)
-        noise = -torch.log(
-            -torch.log1p(-units_torch(torch.from_numpy(keys).to(logits.device), tokens))
-        )
+        noise = -torch.log(-torch.log1p(-units_torch(upload(keys, logits.device), tokens)))
         drawn = scores / torch.where(temperature > 0, temperature, 1.0)[:, None] + noise
         kept, cut = filtered(torch.where(is_finite[:, None], logits, 0.0), params)
         drawn = drawn.masked_fill((kept < cut[:, None]) | kept.isneginf(), -torch.inf)
@@ -152,7 +151,8 @@ def _pick_torch(
     best = scores.amax(dim=-1, keepdim=True)
     tokens = torch.arange(logits.shape[1], device=logits.device)
     first = torch.where(scores == best, tokens, logits.shape[1]).amin(dim=-1)
-    return Picks(first.cpu().numpy(), is_finite.cpu().numpy())
+    # One tensor: reading it is the one time that a step waits for the device.
+    return _as_picks(torch.where(is_finite, first, -1).cpu().numpy())
 
 
 @numba.njit(inline="always")

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.params import SamplingParams
+from foredraft.upload import upload
 
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
@@ -98,10 +99,10 @@ def filtered(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, tor
     if not len(index):
         return logits, cut
     chosen = params.rows(index)
-    where = torch.from_numpy(index).to(logits.device)
+    where = upload(index, logits.device)
     rows = logits[where]
-    scale = torch.from_numpy(chosen.temperature).to(logits.device)[:, None]
-    mass = torch.from_numpy(chosen.typical_p).to(logits.device)[:, None]
+    scale = upload(chosen.temperature, logits.device)[:, None]
+    mass = upload(chosen.typical_p, logits.device)[:, None]
     scaled = (rows.double() / scale).masked_fill(rows < cut[where][:, None], -torch.inf)
     logs = torch.log_softmax(scaled, dim=-1)
     weights = logs.exp()
@@ -142,9 +143,9 @@ def cuts_by_sorting(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     chosen = params.rows(index)
 
     def column(values: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device)[:, None]
+        return upload(values, logits.device)[:, None]
 
-    where = torch.from_numpy(index).to(logits.device)
+    where = upload(index, logits.device)
     ranked = logits[where].sort(dim=-1, descending=True).values
     no_cut = torch.full_like(ranked[:, :1], -torch.inf)
     has_top_k = (chosen.top_k > 0) & (chosen.top_k < vocab_size)
@@ -193,7 +194,7 @@ def probs(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
         params: Parameters of the R rows.
     """
     logits, cut = filtered(logits, params)
-    temperature = torch.from_numpy(params.temperature).to(logits.device)
+    temperature = upload(params.temperature, logits.device)
     is_greedy = temperature == 0
     scaled = logits.double() / torch.where(is_greedy, 1.0, temperature)[:, None]
     scaled = scaled.masked_fill(logits < cut[:, None], -torch.inf)

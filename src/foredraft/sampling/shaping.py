@@ -22,6 +22,7 @@ from foredraft.errors import said
 from foredraft.params import SamplingParams
 from foredraft.sampling.forms import Form
 from foredraft.types import DraftBatch, Int64Array, Segment, StepPlan, TargetOutput, Verdict
+from foredraft.upload import upload
 
 _NOTHING = "no token is allowed here, by what allowed_token_ids, bad_token_ids, min_tokens, the"
 _NOTHING += " processors and the grammar say together; change one of them"
@@ -33,10 +34,12 @@ class Shaped:
 
     Attributes:
         logits: float32 [num_logit_rows, V]: the target's own tensor where nothing is asked.
-        problems: Why nothing can be picked at a row, by row.
+        raw: float32 [num_logit_rows, V], the target's own tensor.
+        problems: What went wrong at a row, by row.
     """
 
     logits: torch.Tensor
+    raw: torch.Tensor
     problems: Mapping[int, str]
 
     def problems_of(self, offsets: Int64Array, verdict: Verdict) -> dict[int, str]:
@@ -46,18 +49,24 @@ class Shaped:
             offsets: int64 [num_segments + 1], where each segment's logit rows begin and end.
             verdict: What was verified by these logits.
         """
-        if not self.problems:
+        if self.logits is self.raw:
             return {}
         found = {}
         for index in np.nonzero(~verdict.is_finite)[0].tolist():
             path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
             row = int(offsets[index]) + (int(path[-1]) if len(path) else 0)
-            rows = range(int(offsets[index]), int(offsets[index + 1]))
             # Under a classical rule any row of the draft may be the one.
-            row = row if row in self.problems else next(filter(self.problems.get, rows), row)
-            if row in self.problems:
-                found[index] = self.problems[row]
+            rows = (row, *range(int(offsets[index]), int(offsets[index + 1])))
+            problem = next(filter(None, map(self._problem_at, rows)), None)
+            if problem is not None:
+                found[index] = problem
         return found
+
+    def _problem_at(self, row: int) -> str | None:
+        if row in self.problems:
+            return self.problems[row]
+        is_mine = _is_finite(self.raw[row]) and not _is_finite(self.logits[row])
+        return _NOTHING if is_mine else None
 
 
 def shape(
@@ -72,8 +81,9 @@ def shape(
         forms: The forms of requests with a grammar, by request id.
 
     Returns:
-        The shaped logits. A row where something went wrong, or where nothing is allowed, is NaN, so
-        that a request ends there if its text comes to it, and is not touched by it else.
+        The shaped logits. A row where something went wrong is NaN, and one where nothing is allowed
+        has no finite logit, so that a request ends there if its text comes to it, and is not
+        touched by it else.
     """
     logits = target.logits
     problems: dict[int, str] = {}
@@ -87,7 +97,7 @@ def shape(
         rows = _Rows(segment, drafts.token_ids[nodes], drafts.parents[nodes], logits[first:end])
         rows.shape(forms.get(segment.request.request_id))
         problems |= {first + row: problem for row, problem in rows.problems.items()}
-    return Shaped(logits, problems)
+    return Shaped(logits, target.logits, problems)
 
 
 def _is_shaped(segment: Segment) -> bool:
@@ -110,7 +120,6 @@ class _Rows:
         self._draft_ids = draft_ids
         self._parents = parents
         self._logits = logits
-        self._was_finite = torch.isfinite(logits.amax(dim=-1)).cpu().numpy()
         self._paths: list[Int64Array] = [draft_ids[:0]]
         for parent, token in zip(parents.tolist(), draft_ids.tolist(), strict=True):
             self._paths.append(np.append(self._paths[parent], token))
@@ -120,9 +129,8 @@ class _Rows:
         sampling = self.sampling
         if sampling.logit_bias:
             ids, values = zip(*sampling.biases, strict=True)
-            self._logits[:, self._index(ids)] += torch.tensor(
-                values, dtype=torch.float32, device=self._logits.device
-            )
+            biases = upload(np.array(values, dtype=np.float32), self._logits.device)
+            self._logits[:, self._index(ids)] += biases
         if (
             sampling.repetition_penalty != 1
             or sampling.presence_penalty
@@ -134,13 +142,11 @@ class _Rows:
         self._ban()
         if form is not None:
             self._keep_to(form)
-        is_open = torch.isfinite(self._logits.amax(dim=-1)).cpu().numpy()
-        for row in np.nonzero(self._was_finite & ~is_open)[0].tolist():
-            self.problems.setdefault(row, _NOTHING)
-        self._logits[list(self.problems)] = torch.nan
+        for row in self.problems:
+            self._logits[row] = torch.nan
 
     def _index(self, ids: object) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(ids, dtype=np.int64), device=self._logits.device)
+        return upload(np.asarray(ids, dtype=np.int64), self._logits.device)
 
     def _penalise(self) -> None:
         sampling = self.sampling
@@ -158,24 +164,28 @@ class _Rows:
             values = torch.where(values > 0, values / penalty, values * penalty)
             # A tiny penalty must not make a score infinite: the largest is large enough.
             values = values.clamp(max=torch.finfo(values.dtype).max)
-        times = torch.from_numpy(counts).to(values.device)
+        times = upload(counts, values.device)
         values -= sampling.frequency_penalty * times
         values -= sampling.presence_penalty * (times > 0)
         self._logits[where] = values
 
     def _process(self) -> None:
-        """Run the user's processors, row by row, on rows that can be reached."""
+        """Run the user's processors, row by row, on rows that can be reached.
+
+        Which those are depends on what the processors said before: the device is waited for.
+        """
+        was_finite = torch.isfinite(self._logits.amax(dim=-1)).cpu().numpy()
         for row, path in enumerate(self._paths):
             if row:
                 parent = int(self._parents[row - 1])
                 # A token that is ruled out is never picked, so nothing behind it is reached.
                 value = float(self._logits[parent, int(self._draft_ids[row - 1])])
-                is_reached = self._was_finite[parent] and value > -np.inf
-                self._was_finite[row] &= is_reached and parent not in self.problems
-            if not self._was_finite[row]:
+                is_reached = was_finite[parent] and value > -np.inf
+                was_finite[row] &= is_reached and parent not in self.problems
+            if not was_finite[row]:
                 continue
             ids = np.concatenate([self._committed, path])
-            input_ids = torch.from_numpy(ids).to(self._logits.device)[None]
+            input_ids = upload(ids, self._logits.device)[None]
             scores = self._logits[row : row + 1].clone()
             try:
                 for processor in self.sampling.logits_processors:
@@ -215,12 +225,17 @@ class _Rows:
 
     def _keep_to(self, form: Form) -> None:
         def visit(row: int, allowed: NDArray[np.bool_]) -> None:
-            banned = torch.from_numpy(~allowed).to(self._logits.device)
+            banned = upload(~allowed, self._logits.device)
             self._logits[row].masked_fill_(banned, -torch.inf)
 
         for row, problem in enumerate(form.walk(self._draft_ids, self._parents, visit)):
             if problem is not None:
                 self.problems[row] = problem
+
+
+def _is_finite(row: torch.Tensor) -> bool:
+    """Whether something can be picked at a row; waits for the device."""
+    return bool(torch.isfinite(row.amax()))
 
 
 def _checked(scores: object, vocab_size: int) -> torch.Tensor:

@@ -245,5 +245,6 @@ def _texts(
                 run.train.seed,
                 lambda num, tokens: tell(num, len(prompts), tokens),
                 is_late,
+                run.train.max_len,
             )
     return [done[number] for number in sorted(done) if number < len(prompts)]

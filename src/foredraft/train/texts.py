@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from foredraft.engine.llm import LLM
 
 
+_LEAST_ANSWER = 16
+"""Tokens of an answer that is worth reading its prompt for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """A prompt and an answer.
@@ -111,8 +115,11 @@ def answer(
     seed: int,
     tell: Callable[[int, int], None],
     should_stop: Callable[[], bool] = lambda: False,
+    max_len: int | None = None,
 ) -> dict[int, Text]:
     """Let the target answer every prompt that has no answer yet.
+
+    One that leaves no room for an answer is passed over.
 
     Args:
         llm: The target.
@@ -120,8 +127,10 @@ def answer(
         path: Where answers are kept.
         max_tokens: Of an answer.
         seed: Of the drawn ones.
-        tell: Told how many prompts are answered, and how many tokens were written.
+        tell: Told how many prompts are answered or passed over, and how many tokens were written.
         should_stop: Asked now and then; what was begun is finished.
+        max_len: Tokens of a prompt and its answer together, of which a head learns; ``None`` goes
+            by what the target can read.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,14 +138,16 @@ def answer(
     waiting = iter([number for number in range(len(prompts)) if number not in done])
     engine = llm.engine
     running: dict[str, int] = {}
-    num_tokens = 0
+    num_tokens = num_passed_over = 0
     most = engine.max_num_requests
+    most_together = min(engine.target.max_model_len, max_len or engine.target.max_model_len)
     with path.open("a", encoding="utf-8") as file:
         while True:
             for number in _some(waiting, most - len(running), should_stop):
                 ids = llm.encode([{"role": "user", "content": prompts[number]}])
-                limit = min(max_tokens, engine.target.max_model_len - len(ids))
-                if limit < 1:
+                limit = min(max_tokens, most_together - len(ids))
+                if limit < min(max_tokens, _LEAST_ANSWER):
+                    num_passed_over += 1
                     continue
                 sampling = SamplingParams(
                     max_tokens=limit, temperature=0.0 if number % 2 else 0.8, seed=seed + number
@@ -159,7 +170,7 @@ def answer(
                 }
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
                 file.flush()
-                tell(len(done), num_tokens)
+                tell(len(done) + num_passed_over, num_tokens)
 
 
 def _some(waiting: Iterator[int], most: int, should_stop: Callable[[], bool]) -> list[int]:

@@ -38,7 +38,7 @@ class TrainConfig:
     """Options of a run.
 
     Attributes:
-        learning_rate: At its highest.
+        learning_rate: At its highest; ``None`` takes 1 / hidden size of the target.
         warm_up: Share of the steps in which it rises; then it falls by a cosine to a tenth.
         num_epochs: Times that each text is learnt from.
         batch_tokens: Tokens of a step, padding counted.
@@ -59,7 +59,7 @@ class TrainConfig:
         ConfigError: A value that makes no sense.
     """
 
-    learning_rate: float = 5e-4
+    learning_rate: float | None = None
     warm_up: float = 0.03
     num_epochs: int = 2
     batch_tokens: int = 1024
@@ -86,6 +86,8 @@ class TrainConfig:
             ("checkpoint_minutes", 0.0),
         ):
             value = getattr(self, name)
+            if value is None and name == "learning_rate":
+                continue
             if not isinstance(value, int | float) or not math.isfinite(value) or value <= least:
                 raise ConfigError(f"{name} is {value!r}; allowed is a number above 0.")
         if isinstance(self.prompt_share, int | float) and self.prompt_share > 1:
@@ -179,10 +181,11 @@ class Trainer:
             max_batch=max(1, min(256, 2 * config.batch_tokens // config.max_len)),
         )
         self._keeps_features = features is not None
+        self._highest_rate = config.learning_rate or 1 / int(target.model.config.hidden_size)
         self._parameters = [p for p in learner.module.parameters() if p.requires_grad]
         self._optimizer = self._accelerator.prepare(
             torch.optim.AdamW(
-                self._parameters, config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+                self._parameters, self._highest_rate, betas=(0.9, 0.95), weight_decay=0.01
             )
         )
         self.step = self.epoch = self.batch = 0
@@ -265,7 +268,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {
             **self._record,
-            "config": dataclasses.asdict(self.config),
+            "config": dataclasses.asdict(self.config) | {"learning_rate": self._highest_rate},
             "steps": self.step,
             "epochs": self.epoch + (self.batch > 0),
             "tokens": self.num_tokens,
@@ -377,9 +380,9 @@ class Trainer:
         """The learning rate after so much of the run."""
         warm_up = self.config.warm_up
         if share < warm_up:
-            return self.config.learning_rate * (share + 1e-3) / (warm_up + 1e-3)
+            return self._highest_rate * (share + 1e-3) / (warm_up + 1e-3)
         done = (share - warm_up) / max(1e-9, 1 - warm_up)
-        return self.config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        return self._highest_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
     def _update(self, rate: float) -> None:
         """Go by the gradients."""

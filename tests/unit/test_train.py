@@ -655,7 +655,7 @@ def test_the_command_trains_what_the_engine_loads(
         more = ["--init", out, "--answers", out / "answers.jsonl", "--out", tmp_path / "more"]
         run_command(*arguments, *more)
         assert "tokens a step" in capsys.readouterr().out
-        assert json.loads((tmp_path / "more" / "run.json").read_text())["init"]
+        assert json.loads((tmp_path / "more" / "run.json").read_text())["init"] == record
         assert not (tmp_path / "more" / "answers.jsonl").exists()
         out = tmp_path / "more"
     options = {"model" if method == "draft-model" else "path": str(out)}

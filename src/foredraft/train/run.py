@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from foredraft.config import EngineConfig
 from foredraft.errors import ConfigError
@@ -143,12 +145,21 @@ def train(
         "data_sha256": data_hash(run.data),
         "num_texts": len(texts),
         "num_answer_tokens": num_answer,
-        "init": bool(run.init),
+        "init": _record_of(run.init),
         "command": " ".join(["foredraft", *map(_without_place, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
     }
     say(f"Learning from {len(texts):,} texts with {num_answer:,} tokens of answers.")
     return Trainer(learner, texts, run.train, run.out, record, run.features).run(tell)
+
+
+def _record_of(init: str) -> dict[str, Any] | bool:
+    """How the head that a run begins from was trained, where it says so; else whether there is."""
+    try:
+        found = json.loads((Path(init) / "run.json").read_text(encoding="utf-8")) if init else False
+    except (OSError, ValueError):
+        return True
+    return found if isinstance(found, dict) else bool(init)
 
 
 @contextmanager

@@ -569,6 +569,8 @@ BAD_ARGUMENTS: list[tuple[list[str], str]] = [
     (["bench", "decode", "--out", "/no/such/file.json"], "no folder /no/such"),
     (["bench", "decode", "--head", "eagle3=x"], "--head is for the bench heads"),
     (["bench", "heads", "--head", "x"], "--head is 'x'; allowed is METHOD=FOLDER"),
+    (["bench", "decode", "--vllm", "x"], "--vllm is for the bench batch"),
+    (["bench", "batch", "--vllm", "/no/such/python"], "where there is no vLLM"),
     (["bench", "decode", "--data", "x.jsonl"], "--data is for the benches drafters and heads"),
     (["bench", "drafters", "--trace", "x.jsonl"], "--trace is for the benches decode and adapt"),
     (["bench", "decode", "--out", "/"], "--out is /, that is a folder"),

@@ -1,4 +1,4 @@
-"""``make bench-batch``: many requests at once, plain and drafting, beside Transformers.
+"""``make bench-batch``: many requests at once, plain and drafting, beside Transformers and vLLM.
 
 Each side serves the same requests to the end, prompts included, at most so many at a time. What
 common beginnings save, and what memory comes to, is measured beside it.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 
 from foredraft.bench import harness, workloads
 from foredraft.bench.sides import settle
+from foredraft.bench.vllm_side import VllmSide, VllmSides
 from foredraft.config import EngineConfig
 from foredraft.control.cost_table import CostTable
 from foredraft.engine.engine import Engine
@@ -42,15 +45,19 @@ _SIDES = {
     "auto": SpeculationParams("auto"),
 }
 _PREFIX_TOKENS, _PREFIX_REQUESTS = 768, 6
+_LONGEST = 2048
+"""Longest text that vLLM is told to expect."""
+
 _BOUND_TOKENS, _BOUND_REQUESTS = 6000, 24
 
 
-def run(model: str, rounds: int) -> dict[str, Any]:
+def run(model: str, rounds: int, vllm: Path | None = None) -> dict[str, Any]:
     """Measure everything; return the report.
 
     Args:
         model: The target.
         rounds: Interleaved rounds.
+        vllm: Python of an environment that has vLLM, to serve beside; ``None`` leaves it out.
     """
     with harness.Progress("bench batch") as progress:
         progress("loading")
@@ -61,13 +68,28 @@ def run(model: str, rounds: int) -> dict[str, Any]:
         progress("warming up")
         settle(llm.engine, 16, _NUM_TOKENS, 8)
         cells: list[dict[str, Any]] = []
-        for kind in _KINDS:
-            for concurrency in _CONCURRENCY:
-                cells.append(
-                    _cell(llm, theirs, has_continuous, kind, concurrency, rounds, progress)
-                )
-                shown = "  ".join(f"{n} {v:.2f}" for n, v in cells[-1]["speedup"].items())
-                progress.say(f"{kind:5} {concurrency:2} at once: {shown}")
+        with (
+            tempfile.TemporaryDirectory() as logs,
+            VllmSides(
+                vllm,
+                theirs.config.name_or_path,
+                str(target.dtype).removeprefix("torch."),
+                min(_LONGEST, target.max_model_len),
+                max(_CONCURRENCY),
+                Path(logs),
+                progress.say,
+                progress,
+            ) as others,
+        ):
+            for kind in _KINDS:
+                for concurrency in _CONCURRENCY:
+                    cells.append(
+                        _cell(
+                            llm, theirs, has_continuous, others, kind, concurrency, rounds, progress
+                        )
+                    )
+                    shown = "  ".join(f"{n} {v:.2f}" for n, v in cells[-1]["speedup"].items())
+                    progress.say(f"{kind:5} {concurrency:2} at once: {shown}")
         prefix = _prefix(llm, rounds, progress)
         memory = _memory(target, progress)
         summary = _summary(cells, prefix, memory)
@@ -90,6 +112,7 @@ def _cell(
     llm: LLM,
     theirs: Any,
     has_continuous: bool,
+    others: Mapping[str, VllmSide],
     kind: str,
     concurrency: int,
     rounds: int,
@@ -134,6 +157,8 @@ def _cell(
         sides["transformers continuous"] = functools.partial(
             _their_continuous, theirs, ids, concurrency
         )
+    for name, other in others.items():
+        sides[name] = functools.partial(other.serve, ids, concurrency, _NUM_TOKENS)
     rates = harness.interleave(
         sides, rounds, tell=lambda text: progress(f"{kind}, {concurrency} at once, {text}")
     )
@@ -261,10 +286,11 @@ def _memory(target: Target, progress: harness.Progress) -> dict[str, Any]:
     config = EngineConfig(max_num_requests=_BOUND_REQUESTS, kv_cache_gb=bound / 2**30)
     engine = Engine(config, target=target)
     rng = np.random.default_rng(1)
+    most = min(1000, target.vocab_size - 1)
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     process = psutil.Process()
     for _ in range(_BOUND_REQUESTS):
-        engine.add(rng.integers(1, 1000, 400), sampling, _SIDES["auto"])
+        engine.add(rng.integers(1, most, 400), sampling, _SIDES["auto"])
     before = process.memory_info().rss
     counted = resident = 0
     while engine.has_work:

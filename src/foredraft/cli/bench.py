@@ -28,6 +28,10 @@ def bench(
         list[str] | None,
         typer.Option(help="METHOD=FOLDER, a head to measure; may be given again. For heads."),
     ] = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(help="Python of an environment that has vLLM, to serve beside it. For batch."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -52,6 +56,10 @@ def bench(
         raise InvalidRequestError(
             f"--head is for the bench heads, and this is {name!r}; leave it out."
         )
+    if vllm is not None and name != "batch":
+        raise InvalidRequestError(
+            f"--vllm is for the bench batch, and this is {name!r}; leave it out."
+        )
     folders = dict(map(_head, head or []))
     if trace is not None and name not in ("decode", "adapt"):
         raise InvalidRequestError(
@@ -62,6 +70,11 @@ def bench(
     check_output("--trace", trace)
     import importlib
 
+    if vllm is not None:
+        from foredraft.bench.vllm_side import check_python
+
+        check_python(vllm)
+
     def record(lines: list[str]) -> None:
         if trace is not None:
             append_trace(trace, lines)
@@ -71,6 +84,7 @@ def bench(
         "adapt": {"trace": record},
         "drafters": {"data": data},
         "heads": {"data": data, "heads": folders},
+        "batch": {"vllm": vllm},
     }
     report = importlib.import_module(f"foredraft.bench.{name}").run(
         model, rounds, **options.get(name, {})

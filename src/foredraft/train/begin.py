@@ -16,6 +16,9 @@ from foredraft.heads.recurrent import RecurrentHead
 from foredraft.model.loader import Target
 from foredraft.train.texts import Text
 
+_TOKEN_SHARE = 0.5
+"""Size of what a head that passes the feature on begins with of the token beside it."""
+
 
 def choose_words(texts: Iterable[Text], num_words: int, vocab_size: int) -> torch.Tensor:
     """The words that answers use most, as offsets (``d2t``), int64 [num_words].
@@ -87,20 +90,39 @@ def begin_from_target(head: RecurrentHead | MedusaHead, target: Target) -> None:
 
 
 def _pass_on(head: RecurrentHead, layer: Any, target: Target) -> None:
-    """Let a head begin by passing the feature on."""
-    projection = head.fc if isinstance(head, EagleHead) else head.eh_proj
+    """Let a head begin by passing the feature on, the token beside it half as loud."""
+    is_eagle = isinstance(head, EagleHead)
+    projection = head.fc if is_eagle else head.eh_proj
     size = head.shape.hidden_size
     if not isinstance(projection, torch.nn.Linear) or projection.in_features != 2 * size:
         return
-    projection.weight.mul_(0.1)
-    hidden = slice(0, size) if head.shape.hidden_first else slice(size, 2 * size)
+    parts = slice(0, size), slice(size, 2 * size)
+    hidden, token = parts if head.shape.hidden_first else parts[::-1]
+    norm: Any = getattr(target.model.model, "norm", None)
+    feature_size = None if getattr(norm, "weight", None) is None else _size(norm.weight)
+    loud = _TOKEN_SHARE
+    if is_eagle and feature_size:  # nothing brings both to one size; MTP has a norm for each
+        embed = target.model.get_input_embeddings()
+        some = torch.arange(0, embed.num_embeddings, max(1, embed.num_embeddings // 1024))
+        loud *= feature_size / max(1e-6, _size(embed(some.to(embed.weight.device))))
+    projection.weight[:, token] *= loud / (size**0.5 * _size(projection.weight[:, token]))
+    projection.weight[:, hidden] *= 0.1
     projection.weight[:, hidden] += torch.eye(size)
     for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
         part.weight.zero_()
-    norm = getattr(target.model.model, "norm", None)
-    if isinstance(head, MtpHead) and getattr(norm, "weight", None) is not None:
+    if is_eagle and feature_size:  # what the target's projections read comes from a norm of its own
+        before: Any = getattr(_last_layer(target.model), "input_layernorm", None)
+        if getattr(before, "weight", None) is not None:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, name).weight.mul_(_size(before.weight) / feature_size)
+    if isinstance(head, MtpHead) and feature_size:
         _copy_norm(head.norm, norm)  # its size is that of features; their directions pass as are
-        head.norm.weight.fill_(float(head.norm.weight.square().mean().sqrt()))
+        head.norm.weight.fill_(_size(head.norm.weight))
+
+
+def _size(weight: torch.Tensor) -> float:
+    """Root of the mean square."""
+    return float(weight.float().square().mean().sqrt())
 
 
 def _last_layer(model: Any) -> Any:

@@ -438,12 +438,15 @@ class SpeculationParams:
             )
         if self.prediction is not None and not isinstance(self.prediction, str):
             allowed = "a text, or token ids of 0 or more"
-            is_sequence = hasattr(self.prediction, "__iter__")
-            if isinstance(self.prediction, bytes | Mapping) or not is_sequence:
+            try:
+                given = None if isinstance(self.prediction, bytes | Mapping) else [*self.prediction]
+            except TypeError:  # nothing to go through, or a tensor of one number
+                given = None
+            if given is None:
                 raise InvalidRequestError(
                     f"prediction is {self.prediction!r}; allowed is {allowed}. Leave it out."
                 )
-            ids = tuple(_integer("prediction", t, allowed, "Remove it.") for t in self.prediction)
+            ids = tuple(_integer("prediction", t, allowed, "Remove it.") for t in given)
             for token_id in ids:
                 if not 0 <= token_id < 2**63:
                     raise InvalidRequestError(

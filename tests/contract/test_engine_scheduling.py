@@ -110,6 +110,19 @@ def test_the_urgent_go_first_and_take_places(target: Any, texts: list[list[int]]
     assert states["urgent"].output_ids.tolist() == texts[4]
 
 
+def test_those_that_left_while_they_waited_are_forgotten(target: Any) -> None:
+    the_engine = engine(target, max_num_requests=1)
+    first = the_engine.add([3, 4], sampling(), PLAIN)
+    for _ in range(20):
+        names = [the_engine.add([5, 6], sampling(), PLAIN) for _ in range(50)]
+        for name in names[1:]:
+            the_engine.abort(name)
+    assert len(the_engine.scheduler._queue) < 200
+    order = finish_order(the_engine)
+    assert order[0] == first and len(order) == 21
+    assert order[1:] == sorted(order[1:], key=lambda name: int(name.split("-")[1]))
+
+
 def test_first_come_first_served_among_equals(target: Any) -> None:
     the_engine = engine(target, max_num_requests=1)
     names = [the_engine.add(p, sampling(i, max_tokens=3), PLAIN) for i, p in enumerate(PROMPTS)]

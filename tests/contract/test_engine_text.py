@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -267,6 +268,107 @@ def test_a_bad_grammar_is_refused_and_hurts_nobody(grammar: Grammar, words: str)
     outputs = llm.generate([PROMPT, PROMPT], [SamplingParams(grammar=grammar), good])
     assert outputs[0].finish_reason == "error" and words in str(outputs[0].error)
     assert outputs[1].token_ids == llm.generate(PROMPT, good)[0].token_ids
+
+
+class Fixed(ScriptDrafter):
+    """Drafts the same tokens again and again."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        super().__init__("random", [])
+        self._token_ids = token_ids
+
+    def _tree(self, segment: Any, budget: int) -> tuple[list[int], list[int]]:
+        found = self._token_ids[:budget]
+        return found, list(range(len(found)))
+
+
+def letters() -> dict[str, int]:
+    tokenizer = llm_with().tokenizer
+    return {
+        letter: tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "xyabno"
+    }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'start: "x" /[ab]{2}/ rest\nrest: "x" /[ab]+/ | "y" inf\ninf: "a" inf',
+        'start: ("x" | "y" inf) start | "b"\ninf: "a" inf',
+        'start: ("x" | "y" inf)+\ninf: /[^\\s\\S]/',
+    ],
+    ids=["no end", "no end, again and again", "empty"],
+)
+@pytest.mark.parametrize("rule", ["walk", "rejection", "traversal"])
+def test_a_draft_that_a_grammar_fails_at_ends_no_text(source: str, rule: str) -> None:
+    """Below "y" the grammar cannot go on; it is drafted and never written."""
+    pytest.importorskip("llguidance")
+    ids = letters()
+    sampling = SamplingParams(
+        max_tokens=8,
+        grammar=Grammar.lark(source),
+        logit_bias={ids["x"]: 50, ids["y"]: -20, ids["b"]: -10},
+    )
+    plain = llm_with().generate(PROMPT, sampling, PLAIN)[0]
+    assert plain.finish_reason == "length" and "y" not in plain.text
+    llm = LLM(
+        target=_target(), drafters={"fixed": Fixed([ids["y"], ids["a"], ids["a"]])}, kv_cache_gb=0.1
+    )
+    found = llm.generate(PROMPT, sampling, SpeculationParams("fixed", 4, rule))[0]
+    assert (found.text, found.finish_reason, found.error) == (plain.text, "length", None)
+    assert found.stats.num_draft_tokens > 0
+    # Where the text does go there, it ends with one line.
+    sampling = dataclasses.replace(sampling, logit_bias={ids["y"]: 50})
+    ends = [
+        one.generate(PROMPT, sampling, how)[0]
+        for one, how in (
+            (llm_with(), PLAIN),
+            (llm, SpeculationParams("fixed", 4, rule)),
+        )
+    ]
+    for end in ends:
+        assert end.text == ends[0].text
+        if end.finish_reason == "error":
+            assert "the grammar cannot go on" in end.error and len(end.error.splitlines()) == 1
+
+
+def test_what_the_prompt_repeats_ends_no_grammar() -> None:
+    """The same with n-gram drafting, whose drafts are the prompt's own."""
+    pytest.importorskip("llguidance")
+    ids = letters()
+    sampling = SamplingParams(
+        max_tokens=12,
+        grammar=Grammar.lark('start: ("x" | "y" inf) start | "b"\ninf: "a" inf'),
+        logit_bias={ids["x"]: 50, ids["y"]: -20, ids["b"]: -50},
+    )
+    prompt = "xyaaaxyaaaxyaaaxx" * 2
+    plain, drafted = (
+        llm_with().generate(prompt, sampling, how)[0]
+        for how in (PLAIN, SpeculationParams("ngram", 6))
+    )
+    assert plain.finish_reason == drafted.finish_reason == "length"
+    assert plain.text == drafted.text and drafted.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["walk", "rejection", "block", "traversal"])
+def test_a_drafted_end_that_comes_too_soon_ends_no_text(rule: str, temperature: float) -> None:
+    """The choice that is drafted is too short for ``min_tokens``: nothing is allowed at its end."""
+    pytest.importorskip("llguidance")
+    tokenizer, ids = llm_with().tokenizer, letters()
+    short = tokenizer("xyes", add_special_tokens=False)["input_ids"]
+    sampling = SamplingParams(
+        temperature=temperature,
+        seed=1,
+        max_tokens=20,
+        min_tokens=len(short) + 1,
+        grammar=Grammar.choice(["xyes", "xno no no no no"]),
+        logit_bias={ids["n"]: 60},
+    )
+    plain = llm_with().generate(PROMPT, sampling, PLAIN)[0]
+    llm = LLM(target=_target(), drafters={"fixed": Fixed(short)}, kv_cache_gb=0.1)
+    found = llm.generate(PROMPT, sampling, SpeculationParams("fixed", 8, rule))[0]
+    assert plain.text == found.text == "xno no no no no"
+    assert found.finish_reason == plain.finish_reason
 
 
 def test_a_grammar_that_nothing_satisfies_ends_its_request_alone() -> None:

@@ -7,11 +7,13 @@ a fault of both paths shows.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.registry import METHODS
@@ -25,6 +27,7 @@ from tests.tiny import (
     family_target,
     run,
     run_to_end,
+    table_target,
 )
 
 PLAIN = SpeculationParams(method="none")
@@ -275,6 +278,117 @@ def test_a_processor_is_not_asked_about_what_cannot_be_reached() -> None:
     )
     outputs = [text[len(PROMPTS[0]) :] for text in seen]
     assert all(token < 100 for text in outputs for token in text)
+
+
+@pytest.mark.parametrize(
+    "more", [{"allowed_token_ids": (5, 6)}, {"bad_token_ids": (9,)}, {"bad_token_ids": ((9, 9),)}]
+)
+def test_a_processor_is_not_asked_about_what_is_banned(more: dict[str, Any]) -> None:
+    seen: list[list[int]] = []
+
+    def watching(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(input_ids[0].tolist())
+        return scores
+
+    class Nines(ScriptDrafter):
+        def _tree(self, segment: Any, budget: int) -> tuple[list[int], list[int]]:
+            return [9] * budget, list(range(budget))
+
+    sampling = SamplingParams(
+        max_tokens=8, ignore_eos=True, logits_processors=(watching,), logit_bias={9: -50.0}, **more
+    )
+    the_engine = engine(_target(), {"nines": Nines("random", [])})
+    found = run(the_engine, PROMPTS[:1], sampling, SpeculationParams("nines", 4))
+    assert len(found[0]) == 8
+    size = len(PROMPTS[0])
+    most = 1 if "bad_token_ids" in more and more["bad_token_ids"] == ((9, 9),) else 0
+    assert max(text[size:].count(9) for text in seen) == most
+
+
+DEAD_END: dict[str, Any] = {
+    "allowed_token_ids": (3, 4, 5),
+    "bad_token_ids": ((4, 3), (4, 4), (4, 5)),
+}
+"""Behind token 4 nothing is allowed."""
+
+
+class DeadEnd(ScriptDrafter):
+    """Drafts the way into it, and on."""
+
+    def _tree(self, segment: Any, budget: int) -> tuple[list[int], list[int]]:
+        found = [4, 3, 5][:budget]
+        return found, list(range(len(found)))
+
+
+def _dead_end_engine(table: np.ndarray) -> Any:
+    return engine(table_target(table), {"dead": DeadEnd("random", [])}, max_num_requests=64)
+
+
+@pytest.mark.parametrize("rule", ["walk", "rejection", "block", "traversal"])
+@pytest.mark.parametrize("is_broken", [False, True], ids=["nothing allowed", "not finite"])
+def test_a_dead_end_that_is_only_drafted_ends_nothing(rule: str, is_broken: bool) -> None:
+    table = np.random.default_rng(0).normal(size=(8, 8)) * 2
+    table[:, 4] = -9.0
+    if is_broken:
+        table[4] = np.nan
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True, **({} if is_broken else DEAD_END))
+    plain = run_to_end(_dead_end_engine(table), [[3, 5]], sampling, PLAIN)[0]
+    found = run_to_end(
+        _dead_end_engine(table), [[3, 5]], sampling, SpeculationParams("dead", 3, rule)
+    )
+    assert plain.finish_reason == "length" and found[0].stats.num_draft_tokens > 0
+    assert (found[0].ids, found[0].finish_reason, found[0].error) == (plain.ids, "length", None)
+
+
+@pytest.mark.parametrize("rule", ["walk", "rejection", "block", "traversal"])
+def test_a_dead_end_is_as_likely_as_it_is(rule: str) -> None:
+    """The law of the first two tokens, where the text ends behind one of them."""
+    table = np.random.default_rng(3).normal(size=(8, 8))
+    allowed = np.array(DEAD_END["allowed_token_ids"])
+
+    def law(token: int) -> np.ndarray:
+        weights = np.exp(table[token, allowed])
+        return weights / weights.sum()
+
+    expected: dict[tuple[int, ...], float] = {}
+    for first, share in zip(allowed.tolist(), law(5), strict=True):
+        if first == 4:
+            expected[(4,)] = share
+            continue
+        for second, other in zip(allowed.tolist(), law(first), strict=True):
+            expected[(first, second)] = share * other
+    counts: Counter[tuple[int, ...]] = Counter()
+    the_engine, size = _dead_end_engine(table), 4096
+    for begin in range(0, size, 64):
+        samplings = [
+            SamplingParams(1.0, seed=begin + i, max_tokens=2, ignore_eos=True, **DEAD_END)
+            for i in range(64)
+        ]
+        speculation = SpeculationParams("dead", 3, rule)
+        for ended in run_to_end(the_engine, [[3, 5]] * 64, samplings, speculation):
+            counts[tuple(ended.ids)] += 1
+            is_dead = ended.ids == [4]
+            assert (ended.finish_reason == "error") == is_dead
+            assert not is_dead or "no token is allowed" in str(ended.error)
+    assert counts.keys() <= expected.keys()
+    observed = [counts[text] for text in expected]
+    assert stats.chisquare(observed, [size * p for p in expected.values()]).pvalue > 1e-6
+
+
+def test_a_row_that_is_not_finite_stays_so() -> None:
+    """Neither bans nor penalties mend what the target gave; processors are not asked."""
+    table = np.random.default_rng(1).normal(size=(8, 8))
+    for value, more in (
+        (np.nan, {"bad_token_ids": (6,)}),
+        (np.inf, {"repetition_penalty": 1.1}),
+        (np.inf, {"logits_processors": (lambda ids, scores: scores.clamp(max=5),)}),
+    ):
+        table[5, 6] = value
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True, **more)
+        for speculation in (PLAIN, SpeculationParams("dead", 3)):
+            ended = run_to_end(_dead_end_engine(table), [[6, 5]], sampling, speculation)[0]
+            assert (ended.ids, ended.finish_reason) == ([], "error")
+            assert "not finite" in str(ended.error)
 
 
 def test_nothing_allowed_is_said() -> None:

@@ -385,6 +385,8 @@ HARMFUL = {
     "needs gradients": lambda ids, scores: scores + torch.nn.Parameter(torch.zeros(1)),
     "cannot be said": lambda ids, scores: _raise(UnsayableError()),
     "leaves": lambda ids, scores: _raise(SystemExit(3)),
+    "is cancelled": lambda ids, scores: _raise(asyncio.CancelledError()),
+    "is closed": lambda ids, scores: _raise(GeneratorExit()),
     "too large": lambda ids, scores: scores.double() * 1e300,
 }
 

@@ -142,6 +142,7 @@ BAD_SPECULATION = [
     ("prediction", [1, -2], "-2", "a text, or token ids"),
     ("prediction", [2**63], str(2**63), "a text, or token ids"),
     ("prediction", {1: 2}, "{1: 2}", "a text, or token ids"),
+    ("prediction", np.array(0.5), "0.5", "a text, or token ids"),
 ]
 
 BAD_CONFIG = [

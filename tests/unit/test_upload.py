@@ -19,6 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import foredraft
+from foredraft.control import controller
 from foredraft.params import SamplingParams, SpeculationParams
 from foredraft.sampling import pick as picking
 from foredraft.sampling import processors
@@ -26,7 +28,7 @@ from foredraft.upload import upload
 from foredraft.verify import step as verifying
 from tests.tiny import engine, family_target
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "foredraft"
+SOURCE = Path(foredraft.__file__).resolve().parent
 READS = {"cpu", "item", "tolist", "__bool__", "__float__", "__int__", "__index__"}
 SIZED_BY_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "_local_scalar_dense"}
 
@@ -84,15 +86,17 @@ class SizedByNumbers(TorchDispatchMode):
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifying, "pick", picking._pick_torch)
     monkeypatch.setattr(processors, "cuts", processors.cuts_by_sorting)
+    monkeypatch.setattr(controller, "may_read", lambda target: False)
 
 
 @pytest.mark.usefixtures("as_on_a_device")
-@pytest.mark.parametrize("way", ["none", "ngram"])
+@pytest.mark.parametrize("way", ["none", "ngram", "auto"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_step_waits_once(feature: str, way: str) -> None:
     the_engine = engine(family_target("llama"), kv_layout="blocks")
     sampling = SamplingParams(max_tokens=16, seed=3, ignore_eos=True, **FEATURES[feature])
-    speculation = SpeculationParams(way, 0 if way == "none" else 4)
+    number = {"none": 0, "ngram": 4, "auto": "auto"}[way]
+    speculation = SpeculationParams(way, number)
     for first in (3, 9):
         the_engine.add([first, 4, 5, 6] * 5, sampling, speculation)
     num_drafted = num_steps = 0

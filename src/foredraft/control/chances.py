@@ -7,7 +7,7 @@ import torch
 
 from foredraft.params import SamplingParams
 from foredraft.sampling.processors import Float64Array
-from foredraft.types import Int64Array
+from foredraft.types import Int64Array, TargetOutput
 from foredraft.upload import upload
 
 
@@ -21,6 +21,11 @@ def is_unfiltered(sampling: SamplingParams) -> bool:
         and sampling.top_n_sigma == 0
         and sampling.typical_p == 1
     )
+
+
+def may_read(target: TargetOutput) -> bool:
+    """Whether logits can be read without waiting for a device."""
+    return target.logits.device.type == "cpu"
 
 
 def chances(

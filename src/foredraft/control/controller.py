@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.control.allocate import Allocation, allocate
-from foredraft.control.chances import chances, is_unfiltered
+from foredraft.control.chances import chances, is_unfiltered, may_read
 from foredraft.control.cost_table import CostTable
 from foredraft.control.estimator import (
     AcceptanceTable,
@@ -251,7 +251,7 @@ class Controller:
                 )
                 if note.is_nearly_free:
                     note.probe_after = _SOON
-            if self._says_more(view, index):
+            if may_read(target) and self._says_more(view, index):
                 first = int(target.offsets[index])
                 values[nodes] = chances(
                     target.logits[first : first + nodes.stop - nodes.start + 1],

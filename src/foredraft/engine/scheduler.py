@@ -176,7 +176,12 @@ class Scheduler:
         self._timed.pop(request_id, None)
         state = self.running.pop(request_id, None)
         if state is None:
-            return self._waiting.pop(request_id, None)
+            state = self._waiting.pop(request_id, None)
+            if len(self._queue) > 2 * len(self._waiting) + 64:  # most of them ended while waiting
+                waiting = self._waiting.values()
+                self._queue = [(s.priority, s.number, s.request.request_id) for s in waiting]
+                heapq.heapify(self._queue)
+            return state
         self._leave_slot(state)
         return state
 

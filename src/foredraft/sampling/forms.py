@@ -1,7 +1,8 @@
 """Grammars at work: which tokens the form of a text allows next, by llguidance.
 
 One matcher a running request, which stands behind the last committed token. For a draft it walks
-along the tree and comes back; what is committed moves it on for good.
+along the tree and comes back; what is committed moves it on for good. A matcher that fails at a
+draft does not come back: another takes its place, so that a draft ends no text.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Form:
     def __init__(self, matcher: Any, eos_ids: frozenset[int], vocab_size: int) -> None:
         """Stand at the beginning."""
         self._matcher = matcher
+        self._first = matcher.deep_copy()
+        self._committed: list[int] = []
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
 
@@ -43,6 +46,7 @@ class Form:
             if token_id in self._eos_ids:
                 return  # the request ends with it
             self._matcher.consume_token(token_id)
+            self._committed.append(token_id)
 
     def walk(
         self,
@@ -66,10 +70,10 @@ class Form:
             children[parent].append(node + 1)
         tokens = draft_ids.tolist()
 
-        def enter(row: int) -> None:
+        def enter(row: int, path: tuple[int, ...]) -> None:
             allowed = self._allowed()
             if allowed is None:
-                problems[row] = f"the grammar cannot go on ({self._matcher.get_error()})"
+                problems[row] = self._problem()
                 return
             visit(row, allowed)
             for child in children[row]:
@@ -77,17 +81,35 @@ class Form:
                 # Nothing follows a token that ends the text.
                 if token_id in self._eos_ids or not allowed[token_id]:
                     continue
-                if self._matcher.try_consume_tokens([token_id]) == 1:
-                    enter(child)
-                    self._matcher.rollback(1)
+                is_in = self._matcher.try_consume_tokens([token_id]) == 1
+                if is_in:
+                    enter(child, (*path, token_id))
+                else:  # it was allowed, and nothing can follow it
+                    problems[child] = self._problem()
+                if self._matcher.is_error() or (is_in and not self._matcher.rollback(1)):
+                    self._matcher = self._at(path)
 
-        enter(0)
+        enter(0, ())
         return problems
 
     def forced(self) -> list[int]:
         """Tokens that the form leaves no choice about, from here on, as drafts."""
+        was_error = self._matcher.is_error()
         found: list[int] = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error() and not was_error:
+            self._matcher = self._at(())
+            return []
         return found[:_LONGEST_FORCED]
+
+    def _problem(self) -> str:
+        return f"the grammar cannot go on ({_first_line(self._matcher.get_error())}); mend it"
+
+    def _at(self, path: tuple[int, ...]) -> Any:
+        """A matcher behind the committed tokens and some of a draft."""
+        matcher = self._first.deep_copy()
+        for token_id in (*self._committed, *path):
+            matcher.consume_token(token_id)
+        return matcher
 
     def _allowed(self) -> NDArray[np.bool_] | None:
         """Bool [vocab_size], what may come next; ``None`` where the matcher failed."""
@@ -184,5 +206,9 @@ _SOURCES: dict[str, Callable[[Any, str], str]] = {
 
 
 def _refusal(grammar: Grammar, message: str) -> str:
-    first = message.strip().splitlines()[0] if message.strip() else "no reason given"
-    return f"the grammar of kind {grammar.kind} cannot be compiled ({first[:200]}); mend it."
+    why = _first_line(message)
+    return f"the grammar of kind {grammar.kind} cannot be compiled ({why}); mend it."
+
+
+def _first_line(message: str) -> str:
+    return message.strip().splitlines()[0][:200] if message.strip() else "no reason given"

@@ -54,10 +54,7 @@ class Shaped:
         found = {}
         for index in np.nonzero(~verdict.is_finite)[0].tolist():
             path = verdict.path[verdict.path_offsets[index] : verdict.path_offsets[index + 1]]
-            row = int(offsets[index]) + (int(path[-1]) if len(path) else 0)
-            # Under a classical rule any row of the draft may be the one.
-            rows = (row, *range(int(offsets[index]), int(offsets[index + 1])))
-            problem = next(filter(None, map(self._problem_at, rows)), None)
+            problem = self._problem_at(int(offsets[index]) + (int(path[-1]) if len(path) else 0))
             if problem is not None:
                 found[index] = problem
         return found
@@ -81,9 +78,9 @@ def shape(
         forms: The forms of requests with a grammar, by request id.
 
     Returns:
-        The shaped logits. A row where something went wrong is NaN, and one where nothing is allowed
-        has no finite logit, so that a request ends there if its text comes to it, and is not
-        touched by it else.
+        The shaped logits. A row where something went wrong, or the target's own were not finite, is
+        NaN, and one where nothing is allowed has no finite logit, so that a request ends there if
+        its text comes to it, and is not touched by it else.
     """
     logits = target.logits
     problems: dict[int, str] = {}
@@ -120,6 +117,8 @@ class _Rows:
         self._draft_ids = draft_ids
         self._parents = parents
         self._logits = logits
+        self._is_finite = torch.isfinite(logits.amax(dim=-1))
+        self._masks: dict[int, NDArray[np.bool_]] | None = None
         self._paths: list[Int64Array] = [draft_ids[:0]]
         for parent, token in zip(parents.tolist(), draft_ids.tolist(), strict=True):
             self._paths.append(np.append(self._paths[parent], token))
@@ -127,6 +126,8 @@ class _Rows:
     def shape(self, form: Form | None) -> None:
         """Do all of it, in order."""
         sampling = self.sampling
+        if form is not None:
+            self._read(form)
         if sampling.logit_bias:
             ids, values = zip(*sampling.biases, strict=True)
             biases = upload(np.array(values, dtype=np.float32), self._logits.device)
@@ -140,10 +141,11 @@ class _Rows:
         if sampling.logits_processors:
             self._process()
         self._ban()
-        if form is not None:
-            self._keep_to(form)
+        for row, allowed in (self._masks or {}).items():
+            self._logits[row].masked_fill_(upload(~allowed, self._logits.device), -torch.inf)
         for row in self.problems:
             self._logits[row] = torch.nan
+        self._logits.masked_fill_(~self._is_finite[:, None], torch.nan)
 
     def _index(self, ids: object) -> torch.Tensor:
         return upload(np.asarray(ids, dtype=np.int64), self._logits.device)
@@ -174,15 +176,16 @@ class _Rows:
 
         Which those are depends on what the processors said before: the device is waited for.
         """
-        was_finite = torch.isfinite(self._logits.amax(dim=-1)).cpu().numpy()
+        was_finite = self._is_finite.cpu().numpy().copy()
         for row, path in enumerate(self._paths):
             if row:
                 parent = int(self._parents[row - 1])
                 # A token that is ruled out is never picked, so nothing behind it is reached.
                 value = float(self._logits[parent, int(self._draft_ids[row - 1])])
                 is_reached = was_finite[parent] and value > -np.inf
-                was_finite[row] &= is_reached and parent not in self.problems
-            if not was_finite[row]:
+                is_reached &= parent not in self.problems and not self._is_banned(row - 1)
+                was_finite[row] &= is_reached
+            if not was_finite[row] or row in self.problems:
                 continue
             ids = np.concatenate([self._committed, path])
             input_ids = upload(ids, self._logits.device)[None]
@@ -191,7 +194,9 @@ class _Rows:
                 for processor in self.sampling.logits_processors:
                     scores = processor(input_ids, scores)
                 self._logits[row] = _checked(scores, self._logits.shape[1])
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - it may be anybody's code
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - it may be anybody's code
                 self.problems[row] = (
                     f"a logits processor failed ({said(error)}); mend it, or leave it out"
                 )
@@ -208,10 +213,8 @@ class _Rows:
         for entry in sampling.bad_token_ids:
             if isinstance(entry, int):
                 continue
-            before = np.array(entry[:-1])
-            for row, path in enumerate(self._paths):
-                tail = np.concatenate([self._committed[-len(before) :], path])[-len(before) :]
-                if len(tail) == len(before) and (tail == before).all():
+            for row in range(len(self._paths)):
+                if self._ends_with(row, entry[:-1]):
                     logits[row, entry[-1]] = -torch.inf
         if self._stop_ids and sampling.min_tokens:
             num_output = len(self._committed) - self._num_prompt
@@ -223,10 +226,34 @@ class _Rows:
             stops = self._index(sorted(self._stop_ids))
             logits[self._index(early)[:, None], stops[None]] = -torch.inf
 
-    def _keep_to(self, form: Form) -> None:
+    def _ends_with(self, row: int, token_ids: tuple[int, ...]) -> bool:
+        """Whether the text up to a row ends with these tokens."""
+        size = len(token_ids)
+        tail = np.concatenate([self._committed[-size:], self._paths[row]])[-size:]
+        return len(tail) == size and bool((tail == token_ids).all())
+
+    def _is_banned(self, node: int) -> bool:
+        """Whether the request itself rules a draft token out, so that nobody gets behind it."""
+        sampling, token, parent = self.sampling, int(self._draft_ids[node]), self._parents[node]
+        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+            return True
+        for entry in sampling.bad_token_ids:
+            if entry == token:
+                return True
+            is_last = not isinstance(entry, int) and entry[-1] == token
+            if is_last and self._ends_with(int(parent), entry[:-1]):
+                return True
+        num_output = len(self._committed) - self._num_prompt + len(self._paths[parent])
+        if token in self._stop_ids and num_output < sampling.min_tokens:
+            return True
+        return self._masks is not None and node + 1 not in self._masks
+
+    def _read(self, form: Form) -> None:
+        """What a form allows, at the rows that it lets a text come to."""
+        self._masks = masks = {}
+
         def visit(row: int, allowed: NDArray[np.bool_]) -> None:
-            banned = upload(~allowed, self._logits.device)
-            self._logits[row].masked_fill_(banned, -torch.inf)
+            masks[row] = allowed
 
         for row, problem in enumerate(form.walk(self._draft_ids, self._parents, visit)):
             if problem is not None:

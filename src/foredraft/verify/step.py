@@ -20,6 +20,7 @@ from foredraft.sampling.pick import Picks, pick
 from foredraft.sampling.processors import RowParams, probs
 from foredraft.tree.tree import ancestors, depths
 from foredraft.types import DraftBatch, Int64Array, StepPlan, TargetOutput, Verdict
+from foredraft.upload import upload
 from foredraft.verify.block import block
 from foredraft.verify.coins import Coins
 from foredraft.verify.rejection import rejection
@@ -108,11 +109,7 @@ def _verify_classical(
                 verdict.token_ids[verdict.token_offsets[index] : verdict.token_offsets[index + 1]]
             )
             continue
-        is_finite[index] = picks.is_finite[rows].all()
-        if not is_finite[index]:
-            paths.append(np.empty(0, dtype=np.int64))
-            tokens.append(np.empty(0, dtype=np.int64))
-            continue
+        is_dead = ~picks.is_finite[rows]
         nodes = slice(int(drafts.offsets[index]), int(drafts.offsets[index + 1]))
         draft_ids = drafts.token_ids[nodes]
         dist_ids = None if drafts.dist_ids is None else drafts.dist_ids[nodes]
@@ -122,12 +119,19 @@ def _verify_classical(
         nodes_path, token = rule(
             draft_ids,
             drafts.parents[nodes],
-            probs(target.logits[rows], params.rows(rows)),
+            probs(_with_any_law(target.logits[rows], is_dead), params.rows(rows)),
             drafts.draft_probs,
             dist_ids,
             _coins(segment.request.seed, segment.root_position + 1, 1 + len(draft_ids)),
         )
         path = np.asarray(nodes_path, dtype=np.int64)
+        # The text ends at the first row where nothing can be picked.
+        dead = np.flatnonzero(is_dead[np.append(0, path)])
+        is_finite[index] = not len(dead)
+        if len(dead):
+            paths.append(path[: dead[0]])
+            tokens.append(draft_ids[path[: dead[0]] - 1])
+            continue
         paths.append(path)
         tokens.append(np.append(draft_ids[path - 1], token))
     return Verdict(
@@ -137,6 +141,17 @@ def _verify_classical(
         _offsets(tokens),
         is_finite,
     )
+
+
+def _with_any_law(logits: torch.Tensor, is_dead: NDArray[np.bool_]) -> torch.Tensor:
+    """Logits with some law where there is none.
+
+    A rule that is exact for every target is exact for this one, and a text that gets to such a row
+    ends there, whatever the law was that it would have gone on by.
+    """
+    if not is_dead.any():
+        return logits
+    return logits.masked_fill(upload(is_dead, logits.device)[:, None], 0.0)
 
 
 def _offsets(parts: list[Int64Array]) -> Int64Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import re
 from typing import Any
@@ -80,6 +81,42 @@ def test_stop_strings_end_where_plain_decoding_ends(temperature: float) -> None:
             chunks = list(drafting.stream(PROMPT, sampling, SpeculationParams(method, 7)))
             assert "".join(chunk.text for chunk in chunks) == plain.text
     assert num_stopped > 5
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+def test_what_is_read_of_a_text_is_the_same_under_every_rule(rule: str) -> None:
+    """Stop strings, log-probabilities and grammars, greedily, where every rule writes one text."""
+    free = llm_with().generate(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True), PLAIN)[0]
+    drafting = llm_with([list(free.prompt_ids) + list(free.token_ids)])
+    stops = [(free.text[place : place + 3],) for place in (4, 11, 20)]
+    wanted: list[dict[str, Any]] = [{"stop": stop, "include_stop": True} for stop in stops]
+    if importlib.util.find_spec("llguidance") is not None:
+        wanted.append({"grammar": Grammar.regex(r"[a-z ]{3,30}")})
+    num_accepted = 0
+    for more in wanted:
+        for kind in ("raw", "processed"):
+            sampling = SamplingParams(
+                max_tokens=40,
+                ignore_eos="grammar" not in more,
+                logprobs=2,
+                logprobs_kind=kind,
+                repetition_penalty=1.0 if "stop" in more else 1.1,
+                **more,
+            )
+            plain = drafting.generate(PROMPT, sampling, PLAIN)[0]
+            found = drafting.generate(PROMPT, sampling, SpeculationParams("half", 6, rule))[0]
+            assert (found.text, found.token_ids) == (plain.text, plain.token_ids)
+            assert (found.finish_reason, found.stop_string) == (
+                plain.finish_reason,
+                plain.stop_string,
+            )
+            assert "stop" not in more or plain.stop_string == more["stop"][0]
+            for one, other in zip(found.logprobs or (), plain.logprobs or (), strict=True):
+                assert (one.token_id, one.rank) == (other.token_id, other.rank)
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            num_accepted += found.stats.num_accepted_tokens
+    assert num_accepted > 5
 
 
 def test_a_stop_token_wins_over_a_string_behind_it() -> None:

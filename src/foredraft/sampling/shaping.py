@@ -238,10 +238,10 @@ class _Rows:
         if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
             return True
         for entry in sampling.bad_token_ids:
-            if entry == token:
-                return True
-            is_last = not isinstance(entry, int) and entry[-1] == token
-            if is_last and self._ends_with(int(parent), entry[:-1]):
+            if isinstance(entry, int):
+                if entry == token:
+                    return True
+            elif entry[-1] == token and self._ends_with(int(parent), entry[:-1]):
                 return True
         num_output = len(self._committed) - self._num_prompt + len(self._paths[parent])
         if token in self._stop_ids and num_output < sampling.min_tokens:

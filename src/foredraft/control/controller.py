@@ -251,7 +251,7 @@ class Controller:
                 )
                 if note.is_nearly_free:
                     note.probe_after = _SOON
-            if may_read(target) and self._says_more(view, index):
+            if self._says_more(view, index) and may_read(target):
                 first = int(target.offsets[index])
                 values[nodes] = chances(
                     target.logits[first : first + nodes.stop - nodes.start + 1],

@@ -13,6 +13,7 @@ import pytest
 
 from foredraft.bench import batch, workloads
 from foredraft.bench.vllm_side import SIDES, VllmSide, VllmSides
+from foredraft.cli.main import main as command
 from foredraft.errors import InvalidRequestError
 from tests.folders import make_folder
 
@@ -118,6 +119,27 @@ def test_the_bench_serves_every_side(
     assert summary["peak_memory_vs_bound"] <= 1
     assert (vllm / "most").read_text() == "16", "as many at once as were asked for, and no more"
     json.dumps(report)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_command_hands_the_environment_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def noted(*given: Any, **options: Any) -> dict[str, Any]:
+        asked.append((given, options))
+        return {"bench": "batch"}
+
+    monkeypatch.setattr(batch, "run", noted)
+    model = make_folder(tmp_path / "model")
+    arguments = ["bench", "batch", "--model", str(model), "--rounds", "2"]
+    for more, expected in (([], None), (["--vllm", sys.executable], Path(sys.executable))):
+        with pytest.raises(SystemExit) as left:
+            command([*arguments, *more])
+        assert not left.value.code
+        assert asked.pop() == ((str(model), 2), {"vllm": expected})
+        assert json.loads(capsys.readouterr().out) == {"bench": "batch"}
 
 
 @pytest.fixture

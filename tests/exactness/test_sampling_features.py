@@ -391,6 +391,32 @@ def test_a_row_that_is_not_finite_stays_so() -> None:
             assert "not finite" in str(ended.error)
 
 
+def test_the_reason_is_that_of_the_row_where_a_text_ends() -> None:
+    """Behind token 3 the target is not finite; a processor raises behind 4, which is drafted."""
+
+    class Both(ScriptDrafter):
+        def _tree(self, segment: Any, budget: int) -> tuple[list[int], list[int]]:
+            return [4, 3][:budget], [0, 0][:budget]
+
+    def picky(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if int(input_ids[0, -1]) == 4:
+            raise RuntimeError("behind 4")
+        return scores
+
+    table = np.random.default_rng(2).normal(size=(8, 8))
+    table[7, 5], table[5, 3], table[3] = 9.0, 9.0, np.nan
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, logits_processors=(picky,))
+    for speculation in (
+        PLAIN,
+        SpeculationParams("both", 2),
+        SpeculationParams("both", 2, "traversal"),
+    ):
+        the_engine = engine(table_target(table), {"both": Both("random", [])})
+        ended = run_to_end(the_engine, [[6, 7]], sampling, speculation)[0]
+        assert (ended.ids, ended.finish_reason) == ([5, 3], "error")
+        assert "not finite" in str(ended.error)
+
+
 def test_nothing_allowed_is_said() -> None:
     sampling = SamplingParams(allowed_token_ids=(5, 6), bad_token_ids=(5, (6, 6)), max_tokens=9)
     ended = run_to_end(engine(_target()), PROMPTS[:1], sampling, PLAIN)[0]
